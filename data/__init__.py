@@ -1,0 +1,1 @@
+"""Files, images and batches: everything between the disk and the model's input."""

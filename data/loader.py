@@ -1,0 +1,267 @@
+"""DataConfig -> batches: the planned stream, read, decoded, cropped and collated by a webdataset pipeline.
+
+Shapes: B images per micro-batch of one process, C channels, H W pixels.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import webdataset as wds
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from data.decode import decode_image
+from data.errors import BadImage, DataError
+from data.shards import ShardReader, ShardSet
+from data.stream import BatchPlan, SampleOrder
+from data.transforms import Normalization, center_crop_resized, default_normalization, random_resized_crop_flip
+
+MAX_BAD_IN_A_ROW = 100
+"""So many neighbouring unreadable samples end the run: the data, not a sample, is broken."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the images come from and how they are read."""
+
+    train: str = ""
+    """Folder of shards with a manifest (scripts/make_shards.py makes one), or "digits": scikit-learn's 1,797 handwritten
+    digits, written to shards in the cache folder on first use."""
+    batch_size_per_process: int = 64
+    """Images that one process feeds its model at once, at least 1."""
+    num_workers: int = 2
+    """Reader processes of each training process; 0 reads in the training process itself."""
+    prefetch_batches: int = 4
+    """Micro-batches that each reader prepares ahead, at least 1."""
+    shuffle_window: int = 16384
+    """Samples shuffled together, at least 1. The shards themselves are permuted every epoch; a larger window mixes more of
+    them and keeps more of them open."""
+    crop_scale: tuple[float, float] = (0.2, 1.0)
+    """Smallest and largest area of the random crop, as a share of the image's area: 0 < smallest <= largest <= 1."""
+    flip_probability: float = 0.5
+    """Chance of a left-right flip, 0..1 (0 for digits, letters, and wherever left and right differ)."""
+    mean: tuple[float, ...] = ()
+    """Mean per channel in units of the 0..1 range (empty: ImageNet's for 3 channels, else as measured by make_shards)."""
+    std: tuple[float, ...] = ()
+    """Standard deviation per channel in the same units (empty: as for mean)."""
+    max_pixels: int = 2**26
+    """An image of more pixels than this counts as unreadable; checked before it is decoded."""
+
+    def __post_init__(self) -> None:
+        _check_range("data.batch_size_per_process", self.batch_size_per_process, 1)
+        _check_range("data.num_workers", self.num_workers, 0)
+        _check_range("data.prefetch_batches", self.prefetch_batches, 1)
+        _check_range("data.shuffle_window", self.shuffle_window, 1)
+        _check_range("data.max_pixels", self.max_pixels, 1)
+        _check_range("data.flip_probability", self.flip_probability, 0, 1)
+        if not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
+            raise ValueError(f"data.crop_scale must hold 0 < smallest <= largest <= 1, not {self.crop_scale}")
+
+
+def _check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
+    if not low <= value <= high:
+        limit = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {limit}, not {value}")
+
+
+class Batch(NamedTuple):
+    """One micro-batch of one process."""
+
+    images: Tensor
+    """(B, C, H, W) uint8."""
+    seeds: Tensor
+    """(B,) int64: seed of each image's mask."""
+    indices: Tensor
+    """(B,) int64: which sample stands in each place, replacements of unreadable ones included."""
+    faults: list[str]
+    """One line for each sample that could not be read and was replaced: shard, key, reason."""
+
+
+class WorkerFailure(NamedTuple):
+    """A message that ends the run, on its way from a reader process to the training process."""
+
+    message: str
+
+
+def choose_normalization(config: DataConfig, shards: ShardSet, num_channels: int) -> Normalization:
+    """The mean and std to use: the user's where given, else by `default_normalization`.
+
+    Raises:
+        DataError: only one of the two is given, or a length is not `num_channels`.
+    """
+    if not config.mean and not config.std:
+        measured = (tuple(shards.manifest.mean), tuple(shards.manifest.std))
+        return default_normalization(num_channels, measured)
+    if len(config.mean) != num_channels or len(config.std) != num_channels or min(config.std) <= 0:
+        raise DataError(
+            f"data.mean and data.std need {num_channels} numbers each (one per channel, std above 0); "
+            f"given: mean {list(config.mean)}, std {list(config.std)}"
+        )
+    return Normalization(config.mean, config.std)
+
+
+class PlannedSamples(IterableDataset):
+    """The source of the pipeline: raw samples in the order of the plan, in webdataset's form.
+
+    Picklable; every reader process opens its own files. Its part of the plan follows from the number that torch's DataLoader
+    gives it; rank and number of processes stand in the plan.
+    """
+
+    def __init__(self, shards: ShardSet, order: SampleOrder, plan: BatchPlan, start_step: int, stop_step: int) -> None:
+        self.shards = shards
+        self.order = order
+        self.plan = plan
+        self.start_step = start_step
+        self.stop_step = stop_step
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker = get_worker_info()
+        part, num_parts = (worker.id, worker.num_workers) if worker else (0, 1)
+        with ShardReader(self.shards) as reader:
+            for batch in self.plan.micro_batches(self.start_step, self.stop_step, part, num_parts):
+                part_of_stream = self.order.resolve(batch.start, batch.stop)
+                for index, seed in zip(part_of_stream.indices.tolist(), part_of_stream.seeds.tolist(), strict=True):
+                    yield read_sample(reader, index) | {"seed": seed}
+
+
+def read_sample(reader: ShardReader, index: int) -> dict[str, Any]:
+    """Reads one sample into webdataset's dictionary form."""
+    sample = reader.read(index)
+    return {"__key__": sample.key, "__url__": sample.shard, "index": index, "image": sample.data}
+
+
+class DecodeAndCrop:
+    """Pipeline stage: encoded images -> random crops. An unreadable image is replaced by its next readable neighbour.
+
+    The slot keeps its seed, so that a replacement depends on the files alone and all processes keep the same number of steps.
+    """
+
+    def __init__(self, shards: ShardSet, config: DataConfig, img_size: tuple[int, int], num_channels: int) -> None:
+        self.shards = shards
+        self.config = config
+        self.img_size = img_size
+        self.num_channels = num_channels
+
+    def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        with ShardReader(self.shards) as reader:
+            for sample in samples:
+                yield self.decode(sample, reader)
+
+    def decode(self, sample: dict[str, Any], reader: ShardReader) -> dict[str, Any]:
+        """Decodes and crops one sample, or its replacement.
+
+        Raises:
+            DataError: MAX_BAD_IN_A_ROW neighbours cannot be read either.
+        """
+        seed, faults = sample["seed"], []
+        for _ in range(min(MAX_BAD_IN_A_ROW, len(self.shards))):
+            try:
+                image = decode_image(sample["image"], self.num_channels, max_pixels=self.config.max_pixels)
+            except BadImage as error:
+                faults.append(f"{sample['__url__']}: {sample['__key__']}: {error}")
+                sample = read_sample(reader, (sample["index"] + 1) % len(self.shards))
+                continue
+            crop = random_resized_crop_flip(
+                image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability
+            )
+            return {"image": crop, "seed": seed, "index": sample["index"], "faults": faults}
+        raise DataError(f"{len(faults)} samples in a row cannot be read; the first: {faults[0]}")
+
+
+def collate(samples: list[dict[str, Any]]) -> Batch:
+    """Stacks decoded samples."""
+    return Batch(
+        images=torch.stack([sample["image"] for sample in samples]),
+        seeds=torch.tensor([sample["seed"] for sample in samples], dtype=torch.int64),
+        indices=torch.tensor([sample["index"] for sample in samples], dtype=torch.int64),
+        faults=[fault for sample in samples for fault in sample["faults"]],
+    )
+
+
+def failures_as_values(batches: Iterable[Batch]) -> Iterator[Batch | WorkerFailure]:
+    """Pipeline stage: hands a DataError on as a value, for torch would bury its message under the reader's traceback."""
+    try:
+        yield from batches
+    except DataError as error:
+        yield WorkerFailure(str(error))
+
+
+class BatchLoader:
+    """An iterable over this process's micro-batches, from a step to the end of the run, across epoch edges.
+
+    There is one pass of the reader processes for the whole run: they persist, and read ahead across the edge of an epoch.
+
+    Args:
+        shards: the data set.
+        config: how it is read.
+        plan: which part of the stream this process takes.
+        order: the stream.
+        img_size: (H, W) of the batches, in pixels.
+        num_channels: C.
+        start_step: first optimizer step to deliver.
+        stop_step: where to end, excluded.
+        pin_memory: put batches into page-locked memory, for a copy to a GPU that does not block.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        config: DataConfig,
+        plan: BatchPlan,
+        order: SampleOrder,
+        img_size: tuple[int, int],
+        num_channels: int,
+        start_step: int,
+        stop_step: int,
+        pin_memory: bool = False,
+    ) -> None:
+        self.num_micro_batches = (stop_step - start_step) * plan.accum_steps
+        pipeline = wds.DataPipeline(
+            PlannedSamples(shards, order, plan, start_step, stop_step),
+            DecodeAndCrop(shards, config, img_size, num_channels),
+            wds.batched(plan.batch_size_per_process, collation_fn=collate, partial=False),
+            failures_as_values,
+        )
+        self._loader = DataLoader(
+            pipeline,
+            batch_size=None,
+            num_workers=config.num_workers,
+            prefetch_factor=config.prefetch_batches if config.num_workers else None,
+            pin_memory=pin_memory,
+        )
+
+    def __len__(self) -> int:
+        return self.num_micro_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields micro-batches in the order of the plan.
+
+        Raises:
+            DataError: the data can not be read.
+        """
+        for batch in self._loader:
+            if isinstance(batch, WorkerFailure):
+                raise DataError(batch.message)
+            yield batch
+
+
+def preview_images(shards: ShardSet, img_size: tuple[int, int], num_channels: int, count: int, max_pixels: int) -> Tensor:
+    """Reads a few samples, evenly spread over the data set, whole and centred: what pictures are made of.
+
+    Returns:
+        (at most `count`, C, H, W) uint8; samples that cannot be read are left out.
+    """
+    images = []
+    with ShardReader(shards) as reader:
+        for index in np.linspace(0, len(shards) - 1, min(count, len(shards))).round().astype(int).tolist():
+            try:
+                image = decode_image(reader.read(index).data, num_channels, max_pixels=max_pixels)
+            except BadImage:
+                continue  # a picture can do without; the run itself counts and names it
+            images.append(center_crop_resized(image, img_size))
+    if not images:
+        raise DataError(f"none of {count} samples spread over {shards.root} can be read as {num_channels}-channel images")
+    return torch.stack(images)

@@ -1,0 +1,1 @@
+"""nn.Module code: imports torch and timm, and nothing of this project."""

@@ -1,0 +1,1 @@
+"""Stage one: masked-autoencoder pretraining."""

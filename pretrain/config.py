@@ -1,0 +1,99 @@
+"""The configuration of a pretraining run, and what is derived from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from data.loader import DataConfig
+from data.stream import num_steps_for_epochs
+from models.mae import MAEConfig
+from training.cli import UserError
+from training.optim import OptimConfig
+from training.run import RunConfig
+
+CONFIGS = Path(__file__).parent / "configs"
+DIGITS_CONFIG = CONFIGS / "digits.yaml"
+
+MAY_CHANGE_ON_RESUME = (
+    "resume",
+    "output_dir",
+    "run.device",
+    "run.compile",
+    "run.cpu_threads",
+    "run.log_every_steps",
+    "run.picture_every_steps",
+    "run.save_every_steps",
+    "run.keep_checkpoints",
+    "data.train",  # the folder may have moved: that it holds the same data is checked by the manifest's hash
+    "data.num_workers",
+    "data.prefetch_batches",
+    "data.batch_size_per_process",  # the global batch must stay the same, and is checked
+    "optim.accum_steps",
+)
+"""Settings (dotted names, or their beginnings) that may differ when a run is continued: none changes what is learnt."""
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Masked-autoencoder pretraining: hides most patches of every image and learns to restore them.
+
+    Without --config and --data.train it trains on the embedded handwritten digits (pretrain/configs/digits.yaml).
+    """
+
+    output_dir: str = "runs/pretrain"
+    """Run folder: config, logs, checkpoints, encoder, picture. Never reused for another config."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: continue what output_dir holds, at the step of its newest valid checkpoint; start anew where it holds nothing."""
+    epochs: float = 800.0
+    """Length of the run in passes over the data set, above 0."""
+    num_steps: int | None = None
+    """Length of the run in optimizer steps, in place of epochs, at least 1."""
+    model: MAEConfig = field(default_factory=MAEConfig)
+    """The masked autoencoder."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The images."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """How the run is carried out."""
+
+    def __post_init__(self) -> None:
+        if self.epochs <= 0:
+            raise ValueError(f"epochs must be above 0, not {self.epochs}")
+        if self.num_steps is not None and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
+
+
+def with_default_data(argv: Sequence[str]) -> list[str]:
+    """Puts the digits' config in front of arguments that name neither a config nor data."""
+    named = {argument.split("=")[0].replace("-", "_") for argument in argv}
+    if named & {"__config", "__data.train"}:
+        return list(argv)
+    return ["--config", str(DIGITS_CONFIG), *argv]
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How long a run is, in optimizer steps."""
+
+    num_steps: int
+    warmup_steps: float
+    """May be a fraction of a step: the schedule is continuous."""
+
+
+def plan_horizon(config: PretrainConfig, num_samples: int, global_batch_size: int) -> Horizon:
+    """Counts the steps of a run and of its warm-up.
+
+    Raises:
+        UserError: the warm-up is not shorter than the run.
+    """
+    num_steps = config.num_steps or num_steps_for_epochs(config.epochs, num_samples, global_batch_size)
+    warmup_steps = config.optim.warmup_epochs * num_samples / global_batch_size
+    if warmup_steps >= num_steps:
+        run_epochs = num_steps * global_batch_size / num_samples
+        raise UserError(
+            f"the warm-up ({config.optim.warmup_epochs:g} epochs, {warmup_steps:.0f} steps) is not shorter than the run "
+            f"({run_epochs:.3g} epochs, {num_steps} steps): lower --optim.warmup_epochs or train longer"
+        )
+    return Horizon(num_steps, warmup_steps)

@@ -1,0 +1,19 @@
+"""Pretrains a masked autoencoder: `accelerate launch pretrain/main.py [--config FILE] [flags]`; `--help` lists all flags."""
+
+import sys
+
+from pretrain.config import PretrainConfig, with_default_data
+from pretrain.loop import set_up, train
+from training.cli import parse_args, user_errors
+
+
+def main() -> int:
+    config = parse_args(PretrainConfig, with_default_data(sys.argv[1:]))
+    with user_errors():
+        run = set_up(config)
+    with user_errors(every_process=True):
+        return train(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

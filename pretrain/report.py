@@ -1,0 +1,100 @@
+"""What a run says of itself at its start and at its end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from data.shards import ShardSet
+from data.transforms import Normalization
+from models.formats import encoder_state, timm_model
+from models.mae import MAEConfig, MaskedAutoencoder, build_mae
+from pretrain.config import Horizon, PretrainConfig
+from training.checkpoint import replacing
+from training.schedule import scale_lr
+
+
+def count_parameters(module: nn.Module) -> int:
+    """All parameters, fixed position tables left out."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def forward_gflops(config: MAEConfig) -> float:
+    """Counts the GFLOPs (a multiply-add is two) of one image's forward pass, on shapes alone."""
+    with torch.device("meta"):
+        model = build_mae(config)
+        images = torch.empty(1, config.in_chans, *config.img_size)
+        noise = torch.empty(1, model.encoder.num_patches)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(images, noise)
+    return counter.get_total_flops() / 1e9
+
+
+def describe_run(
+    config: PretrainConfig,
+    shards: ShardSet,
+    model: MaskedAutoencoder,
+    horizon: Horizon,
+    global_batch_size: int,
+    num_processes: int,
+    device: torch.device,
+    dtype: str,
+) -> str:
+    """Answers what a person asks before a long run, one line a question."""
+    encoder = model.encoder
+    peak_lr = scale_lr(config.optim.base_lr, global_batch_size)
+    epochs = horizon.num_steps * global_batch_size / len(shards)
+    height, width = config.model.img_size
+    lines = {
+        "data": f"{shards.root}: {len(shards):,} images in {len(shards.manifest.shards):,} shards",
+        "input": f"{config.model.in_chans} x {height} x {width} px, patches of {encoder.patch_size} px",
+        "model": f"ViT-{config.model.name}: encoder {encoder.embed_dim} wide x {len(encoder.blocks)} blocks, "
+        f"{count_parameters(encoder) / 1e6:.2f} M parameters; "
+        f"decoder {model.decoder.mask_token.shape[-1]} x {len(model.decoder.decoder_blocks)}, "
+        f"{count_parameters(model.decoder) / 1e6:.2f} M",
+        "tokens": f"{encoder.num_patches} patches, {model.num_kept} visible ({config.model.mask_ratio:.0%} hidden)",
+        "compute": f"{forward_gflops(config.model):.3g} GFLOPs per image forward, about three times that with backward",
+        "batch": f"{global_batch_size:,} = {config.data.batch_size_per_process} per process x {num_processes} "
+        f"process{'es' if num_processes > 1 else ''} x {config.optim.accum_steps} accumulated",
+        "lr": f"base {config.optim.base_lr:g} per 256 images, peak {peak_lr:.3g}",
+        "steps": f"{horizon.num_steps:,} ({epochs:.4g} epochs), warm-up {horizon.warmup_steps:,.0f}",
+        "device": f"{device.type}, {dtype}{', compiled' if config.run.compile else ''}",
+        "output": config.output_dir,
+    }
+    return "\n".join(f"{name:>8}  {text}" for name, text in lines.items())
+
+
+def export_encoder(folder: Path, model: MaskedAutoencoder, config: MAEConfig, normalization: Normalization) -> None:
+    """Writes `encoder.safetensors` with timm's names, and `encoder.json`: how to build it and what its input must be."""
+    from safetensors.torch import save_file
+
+    name, arguments = timm_model(config)
+    record: dict[str, Any] = {
+        "timm_model": name,
+        "timm_arguments": arguments,
+        "mean": list(normalization.mean),
+        "std": list(normalization.std),
+        "pos_embed": config.pos_embed,
+    }
+    with replacing(folder / "encoder.safetensors") as temporary:
+        save_file(encoder_state(model), temporary, metadata={"encoder": json.dumps(record)})
+    with replacing(folder / "encoder.json") as temporary:
+        temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def next_commands(folder: Path, config: MAEConfig) -> str:
+    """What a person can type after a run."""
+    name, arguments = timm_model(config)
+    keywords = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return "\n".join(
+        [
+            f"see the pictures and curves:  tensorboard --logdir {folder}",
+            f"look at what was learnt:      {folder / 'reconstruction.png'}",
+            "use the encoder in Python:",
+            f'  model = timm.create_model("{name}", {keywords},',
+            f'                            checkpoint_path="{folder / "encoder.safetensors"}")',
+        ]
+    )

@@ -1,0 +1,86 @@
+"""Packs a folder of images, or the images of a CSV table, into the tar shards that training reads.
+
+python scripts/make_shards.py --source photos --output photo-shards
+"""
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.errors import DataError
+from data.writer import ImageList, WriteResult, list_images, write_shards
+from training.cli import parse_args, user_errors
+
+NUM_NAMED = 5  # unreadable images that the summary names
+
+
+@dataclass(frozen=True)
+class MakeShardsConfig:
+    """Packs images into tar shards; the bytes of the images are copied unchanged."""
+
+    source: Path
+    """Folder of class folders, folder of images, or CSV table with the columns path and perhaps label."""
+    output: Path
+    """New folder for the shards; complete or absent, whatever happens on the way."""
+    labelled: bool = True
+    """False: take all images in the source without labels, however deep they lie."""
+    samples_per_shard: int = 1000
+    """At most this many images in a shard, 1 or more."""
+    max_shard_mib: int = 256
+    """At most this many MiB of images in a shard, 1 or more."""
+    seed: int = 0
+    """Seed of the shuffle over all images, 0 or more."""
+    num_workers: int = len(os.sched_getaffinity(0))
+    """Processes that write; 0 writes in the main process. The result does not depend on it."""
+    verify: bool = True
+    """Decode every image, and leave out and report the unreadable ones. False is faster and copies them."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples_per_shard", 1), ("max_shard_mib", 1), ("seed", 0), ("num_workers", 0)):
+            if getattr(self, name) < least:
+                raise DataError(f"{name} is {getattr(self, name)}; expected {least} or more")
+
+
+def main() -> None:
+    """Packs images as the command line says."""
+    with user_errors():
+        config = parse_args(MakeShardsConfig, prog="scripts/make_shards.py")
+        images = list_images(config.source, labelled=config.labelled)
+        result = write_shards(
+            images,
+            config.output,
+            samples_per_shard=config.samples_per_shard,
+            max_shard_mib=config.max_shard_mib,
+            seed=config.seed,
+            num_workers=config.num_workers,
+            verify=config.verify,
+            progress=True,
+        )
+        print(summarize(config.output, images, result))
+
+
+def summarize(output: Path, images: ImageList, result: WriteResult) -> str:
+    """Returns what was made, one fact a line, and the command that uses it."""
+    manifest = result.manifest
+    num_bytes = sum(shard.num_bytes for shard in manifest.shards)
+    lines = [
+        f"{output}: {manifest.num_samples} samples, {len(manifest.class_names) or 'no'} classes, "
+        f"{len(manifest.shards)} shards, {num_bytes / 2**20:.1f} MiB",
+        f"channels {manifest.num_channels}, mean {manifest.mean}, std {manifest.std}",
+    ]
+    if images.num_ignored:
+        lines.append(f"ignored {images.num_ignored} files that are not images by their suffix")
+    if result.unreadable:
+        causes = Counter(bad.cause for bad in result.unreadable)
+        counts = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
+        lines.append(f"left out {len(result.unreadable)} unreadable images: {counts}")
+        lines += [f"  {bad.name}: {bad.reason}" for bad in result.unreadable[:NUM_NAMED]]
+        if len(result.unreadable) > NUM_NAMED:
+            lines.append(f"  and {len(result.unreadable) - NUM_NAMED} more")
+    lines.append(f"next: accelerate launch pretrain/main.py --data.train {output}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""data/writer.py: listing images, writing shards, and indexing shards of other tools."""
+
+import errno
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from webdataset.tariterators import group_by_keys, tar_file_expander
+from webdataset.writer import ShardWriter
+
+from data import writer
+from data.errors import DataError
+from data.shards import INDEX_NAME, MANIFEST_NAME, NO_LABEL, ShardReader, open_shards
+from data.writer import ImageFile, index_tars, list_images, write_shards
+
+
+def image_bytes(value: int = 0, image_format: str = "PNG", size: int = 4, mode: str = "L") -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, (size, size), value if mode == "L" else (value, 0, 0)).save(buffer, image_format)
+    return buffer.getvalue()
+
+
+def make_files(folder: Path, names: Iterable[str]) -> Path:
+    """Writes one grey PNG under each name; the pixels of the n-th have value n."""
+    for value, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(image_bytes(value))
+    return folder
+
+
+def make_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def read_all(folder: Path) -> list[tuple[str, int, bytes]]:
+    shards = open_shards(folder)
+    with ShardReader(shards) as reader:
+        samples = [reader.read(index) for index in range(len(shards))]
+    return [(sample.key, sample.label, sample.data) for sample in samples]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# list_images
+
+
+def test_class_folders_are_numbered_by_name(tmp_path: Path) -> None:
+    make_files(tmp_path, ["b/1.png", "a/deeper/2.JPEG", "a/0.png", ".git/x.png", "b/.hidden.png"])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "b" / "notes.txt").touch()
+    images = list_images(tmp_path)
+    assert images.class_names == ("a", "b", "empty")
+    assert images.files == [ImageFile("a/0.png", 0), ImageFile("a/deeper/2.JPEG", 0), ImageFile("b/1.png", 1)]
+    assert images.num_ignored == 1
+
+
+def test_flat_folder_and_labelled_false_have_no_labels(tmp_path: Path) -> None:
+    flat = list_images(make_files(tmp_path / "flat", ["1.png", "0.png"]))
+    assert flat.class_names == ()
+    assert flat.files == [ImageFile("0.png", NO_LABEL), ImageFile("1.png", NO_LABEL)]
+    tree = list_images(make_files(tmp_path / "tree", ["x.png", "c/y.png"]), labelled=False)
+    assert tree.files == [ImageFile("c/y.png", NO_LABEL), ImageFile("x.png", NO_LABEL)]
+
+
+def test_linked_class_folders_are_followed(tmp_path: Path) -> None:
+    make_files(tmp_path / "elsewhere", ["1.png"])
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "cat").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert list_images(tmp_path / "source").files == [ImageFile("cat/1.png", 0)]
+
+
+def test_folders_that_can_not_be_listed_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        list_images(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DataError, match="holds no images: of 1 files"):
+        list_images(tmp_path)
+    make_files(tmp_path, ["x.png", "c/y.png"])
+    with pytest.raises(DataError, match="1 images directly and 1 in folders"):
+        list_images(tmp_path)
+
+    def refuse(path: object) -> object:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match="can not be read: Permission denied"):
+        list_images(tmp_path)
+
+
+def table(folder: Path, text: str) -> Path:
+    make_files(folder, ["0.png", "d/1.png", "2.png"])
+    (folder / "table.csv").write_text(text, encoding="utf-8")
+    return folder / "table.csv"
+
+
+@pytest.mark.parametrize(
+    ("text", "labels", "class_names"),
+    [
+        ("path\n0.png\nd/1.png\n", [-1, -1], ()),
+        ("path,label\n0.png,dog\nd/1.png,cat\n2.png,dog\n", [1, 0, 1], ("cat", "dog")),
+        ("\ufefflabel,other,path\n2,x,0.png\n0,y,d/1.png\n", [2, 0], ("0", "1", "2")),
+        ("path,label\n0.png,10\nd/1.png,9a\n", [0, 1], ("10", "9a")),
+        ("path,label\n0.png,cat\nd/1.png,\n", [0, -1], ("cat",)),
+        ('path,label\n"0.png","big, cat"\n', [0], ("big, cat",)),
+    ],
+)
+def test_tables(tmp_path: Path, text: str, labels: list[int], class_names: tuple[str, ...]) -> None:
+    images = list_images(table(tmp_path, text))
+    assert [file.label for file in images.files] == labels
+    assert images.class_names == class_names
+    assert all((images.root / file.name).is_file() for file in images.files)
+    assert {file.label for file in list_images(tmp_path / "table.csv", labelled=False).files} == {NO_LABEL}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a header with `path`"),
+        ("file,label\n0.png,1\n", r"columns \['file', 'label'\]; expected a header with `path`"),
+        ("path,label\n", "no rows"),
+        ("path\n0.png\ngone.png\n", r"row 2: the file 'gone.png' does not exist"),
+        ("label,path\n1\n", "row 1: the file None"),
+        ("path,label\n0.png,123456\n", "label 123456 in 1 rows"),
+    ],
+)
+def test_wrong_tables_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list_images(table(tmp_path, text))
+
+
+def test_table_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes("path\n\xe4.png\n".encode("latin-1"))
+    with pytest.raises(DataError, match="can not be read as a CSV"):
+        list_images(tmp_path / "table.csv")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# write_shards
+
+
+def test_every_image_is_written_once_unchanged_with_label_and_origin(tmp_path: Path) -> None:
+    names = [f"class{number % 3}/{number}.png" for number in range(20)]
+    source = make_files(tmp_path / "source", names)
+    result = write_shards(list_images(source), tmp_path / "out", samples_per_shard=6)
+    assert [shard.num_samples for shard in result.manifest.shards] == [6, 6, 6, 2]
+    assert result.unreadable == ()
+    found = {}
+    for number in range(4):
+        with (tmp_path / "out" / f"{number:06d}.tar").open("rb") as shard:
+            for sample in group_by_keys(tar_file_expander([{"url": shard.name, "stream": shard}])):
+                found[json.loads(sample["json"])["path"]] = (sample["png"], int(sample["cls"]))
+    assert found == {name: ((source / name).read_bytes(), int(name[5])) for name in names}
+    assert sorted((label, data) for _, label, data in read_all(tmp_path / "out")) == sorted(
+        (label, data) for data, label in found.values()
+    )
+
+
+def test_images_are_mixed_over_all_shards_by_the_seed(tmp_path: Path) -> None:
+    source = make_files(tmp_path / "source", [f"class{number // 20}/{number:02d}.png" for number in range(40)])
+    orders = []
+    for seed in (0, 1):
+        write_shards(list_images(source), tmp_path / f"out{seed}", samples_per_shard=10, seed=seed)
+        labels = open_shards(tmp_path / f"out{seed}").labels.tolist()
+        assert all(0 < sum(labels[start : start + 10]) < 10 for start in range(0, 40, 10))
+        orders.append(read_all(tmp_path / f"out{seed}"))
+    assert orders[0] != orders[1]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_same_seed_gives_the_same_bytes_with_any_number_of_workers(tmp_path: Path) -> None:
+    images = list_images(make_files(tmp_path / "source", [f"c{number % 2}/{number}.png" for number in range(12)]))
+    for number, path in enumerate((tmp_path / "source").rglob("*.png")):
+        os.utime(path, (number, number))
+        path.chmod(0o600 + number)
+    for num_workers in (0, 2):
+        write_shards(images, tmp_path / f"{num_workers}", samples_per_shard=5, num_workers=num_workers)
+    assert contents(tmp_path / "0") == contents(tmp_path / "2")
+
+
+def test_suffix_follows_the_content(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "really_a_jpeg.png").write_bytes(image_bytes(0, "JPEG"))
+    result = write_shards(list_images(tmp_path / "source"), tmp_path / "out")
+    assert result.manifest.shards[0].suffixes == ("jpg", "json")
+
+
+def test_shards_close_at_the_byte_limit(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(256, size=(600, 600), dtype=np.uint8)  # 0.35 MiB as .npy
+    for number in range(7):
+        np.save(tmp_path / f"{number}.npy", noise)
+    result = write_shards(list_images(tmp_path), tmp_path / "out", max_shard_mib=1)
+    assert [shard.num_samples for shard in result.manifest.shards] == [2, 2, 2, 1]
+
+
+def test_unreadable_images_are_left_out_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "NUM_MEASURED", 1)
+    source = make_files(tmp_path / "source", [f"{number}.png" for number in range(6)])
+    (source / "cut.png").write_bytes(image_bytes()[:45])
+    (source / "page.jpg").write_bytes(b"<html>")
+    images = list_images(source)
+    (source / "3.png").unlink()
+    result = write_shards(images, tmp_path / "out", samples_per_shard=1)
+    assert {(bad.name, bad.cause) for bad in result.unreadable} == {
+        ("cut.png", "truncated"),
+        ("page.jpg", "not_an_image"),
+        ("3.png", "file"),
+    }
+    assert result.manifest.num_samples == 5 == len(read_all(tmp_path / "out"))
+    assert len(result.manifest.shards) == 5, "a shard with no readable image is not written"
+    assert len(list((tmp_path / "out").glob("*.tar"))) == 5
+
+
+def test_without_verify_what_begins_like_an_image_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "NUM_MEASURED", 1)
+    source = make_files(tmp_path / "source", [f"{number}.png" for number in range(6)])
+    (source / "cut.png").write_bytes(image_bytes()[:45])
+    (source / "page.jpg").write_bytes(b"<html>")
+    result = write_shards(list_images(source), tmp_path / "out", verify=False)
+    assert [bad.name for bad in result.unreadable] == ["page.jpg"]
+    assert result.manifest.num_samples == 7
+
+
+def test_no_readable_image_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "page.jpg").write_bytes(b"<html>")
+    with pytest.raises(DataError, match=r"none of the 1 images .* is readable; the first, page\.jpg"):
+        write_shards(list_images(tmp_path / "source"), tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_existing_output_is_refused_and_untouched(tmp_path: Path) -> None:
+    images = list_images(make_files(tmp_path / "source", ["0.png"]))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(DataError, match="not an empty folder"):
+        write_shards(images, tmp_path / "out")
+    assert contents(tmp_path / "out") == {"precious": b"x"}
+    (tmp_path / "empty").mkdir()
+    write_shards(images, tmp_path / "empty")
+    assert len(open_shards(tmp_path / "empty")) == 1
+    with pytest.raises(DataError, match="can not be written"):
+        write_shards(images, tmp_path / "source" / "0.png" / "out")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("bug"), OSError(errno.ENOSPC, "No space left")])
+def test_output_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    images = list_images(make_files(tmp_path / "source", [f"{number}.png" for number in range(6)]))
+    real_scan = writer._scan_shard
+
+    def fail_at_the_third(path: Path) -> Any:
+        if path.name == "000002.tar":
+            assert (path.parent / "000000.tar").exists()
+            raise error
+        return real_scan(path)
+
+    monkeypatch.setattr(writer, "_scan_shard", fail_at_the_third)
+    with pytest.raises(DataError if isinstance(error, OSError) else type(error)):
+        write_shards(images, tmp_path / "out", samples_per_shard=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_a_killed_worker_is_explained() -> None:
+    with pytest.raises(DataError, match="fewer num_workers"):
+        list(writer._map(os._exit, [1], num_workers=1))
+
+
+def test_statistics_are_means_over_images(tmp_path: Path) -> None:
+    (tmp_path / "small.png").write_bytes(image_bytes(0, size=2))
+    (tmp_path / "large.png").write_bytes(image_bytes(204, size=50))
+    manifest = write_shards(list_images(tmp_path), tmp_path / "grey").manifest
+    assert manifest.num_channels == 1
+    assert manifest.mean == pytest.approx([0.4])
+    assert manifest.std == pytest.approx([0.4])
+    (tmp_path / "colour.png").write_bytes(image_bytes(255, mode="RGB"))
+    manifest = write_shards(list_images(tmp_path, labelled=False), tmp_path / "mixed").manifest
+    assert manifest.num_channels == 3
+    assert manifest.mean == pytest.approx([0.6, 0.8 / 3, 0.8 / 3], abs=1e-5)
+
+
+def test_statistics_are_unknown_for_mixed_arrays(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.zeros((2, 2, 4), np.uint8))
+    assert write_shards(list_images(tmp_path), tmp_path / ".four").manifest.num_channels == 4
+    np.save(tmp_path / "b.npy", np.zeros((2, 2, 5), np.uint8))
+    manifest = write_shards(list_images(tmp_path), tmp_path / "mixed").manifest
+    assert (manifest.num_channels, manifest.mean, manifest.std) == (None, (), ())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# index_tars
+
+PNG = image_bytes()
+
+
+def test_webdataset_writer_is_understood(tmp_path: Path) -> None:
+    with ShardWriter(str(tmp_path / "%03d.tar"), maxcount=4, verbose=0) as shard_writer:
+        for number in range(10):
+            shard_writer.write({"__key__": f"k{number}", "png": image_bytes(number), "cls": number % 3})
+    paths = sorted(tmp_path.glob("*.tar"))
+    manifest = index_tars(paths, tmp_path, class_names=("a", "b", "c"))
+    assert [shard.num_samples for shard in manifest.shards] == [4, 4, 2]
+    assert manifest.class_names == ("a", "b", "c")
+    assert manifest.num_channels == 1
+    assert read_all(tmp_path) == [(f"k{number}", number % 3, image_bytes(number)) for number in range(10)]
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_tar_dialects_and_long_names(tmp_path: Path, tar_format: int) -> None:
+    folder = "./" + "long" * 22
+    members = [(f"{folder}/{number}-\u00fc.png", image_bytes(number)) for number in range(3)]
+    index_tars([make_tar(tmp_path / "a.tar", members, tar_format)], tmp_path)
+    assert [data for _, _, data in read_all(tmp_path)] == [content for _, content in members]
+
+
+def test_very_long_names_of_gnu_and_pax(tmp_path: Path) -> None:
+    for number, tar_format in enumerate([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]):
+        make_tar(tmp_path / f"{number}.tar", [("x" * 300 + f"{n}.png", image_bytes(n)) for n in range(2)], tar_format)
+    index_tars(sorted(tmp_path.glob("*.tar")), tmp_path)
+    assert [data for _, _, data in read_all(tmp_path)] == [image_bytes(0), image_bytes(1)] * 2
+
+
+def test_labels_come_from_cls_then_from_json(tmp_path: Path) -> None:
+    members = [
+        ("0.png", PNG), ("0.cls", b" 7\n"), ("0.json", b'{"label": 1}'),
+        ("1.json", b'{"label": 2, "caption": "x"}'), ("1.png", PNG), ("1.txt", b"x"),
+        ("2.png", PNG), ("2.json", b'{"label": "cat"}'),
+        ("3.png", PNG), ("3.json", b'{"label": true}'),
+        ("4.png", PNG), ("4.json", b"[1]"),
+        ("5.PNG", PNG),
+    ]  # fmt: skip
+    manifest = index_tars([make_tar(tmp_path / "a.tar", members)], tmp_path)
+    assert open_shards(tmp_path).labels.tolist() == [7, 2, -1, -1, -1, -1]
+    assert manifest.shards[0].suffixes == ("cls", "json", "png", "txt")
+
+
+def test_hidden_members_folders_and_members_without_suffix_are_passed_over(tmp_path: Path) -> None:
+    make_tar(tmp_path / "a.tar", [("d/._0.png", b"mac"), ("README", b"x"), ("d/0.png", PNG), ("d/0.cls", b"1")])
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        folder = tarfile.TarInfo("d/deep.er")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+    index_tars([tmp_path / "a.tar"], tmp_path)
+    assert read_all(tmp_path) == [("d/0", 1, PNG)]
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("0.png", PNG), ("1.cls", b"1"), ("2.png", PNG)], r"sample '1': of its members \['cls'\], none are images"),
+        ([("0.left.jpg", PNG)], "none are images"),
+        ([("0.png", PNG), ("0.jpg", PNG)], r"\['jpg', 'png'\] are images"),
+        ([("0.png", PNG), ("0.png", PNG)], "sample '0': the key comes twice"),
+        ([("0.png", PNG), ("1.png", PNG), ("0.cls", b"1"), ("1.cls", b"1")], "sample '0': the key comes twice"),
+        ([("0.JPG", PNG), ("0.jpg", PNG)], "sample '0': the key comes twice"),
+        ([("a.1.png", PNG), ("a.2.png", PNG)], "sample 'a'.*none are images"),
+        ([("0.png", PNG), ("0.cls", b"cat")], "sample '0': no label .* b'cat'"),
+        ([("0.png", PNG), ("0.cls", b"\xff")], "sample '0': no label"),
+        ([("0.png", PNG), ("0.json", b"{")], "sample '0': no label"),
+        ([("0.png", PNG), ("0.cls", b"2")], "sample '0': label 2 is no number of a class; there are 2 class names"),
+        ([("0.png", PNG), ("0.cls", b"-2")], "label -2"),
+        ([], "hold no samples"),
+    ],
+)
+def test_samples_that_can_not_be_told_apart_are_refused(
+    tmp_path: Path, members: list[tuple[str, bytes]], message: str
+) -> None:
+    path = make_tar(tmp_path / "bad.tar", members)
+    with pytest.raises(DataError, match=message) as caught:
+        index_tars([path], tmp_path, class_names=("a", "b"))
+    assert str(path) in str(caught.value) or "hold no samples" in str(caught.value)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.tar"]
+
+
+# Two samples of one block of header and one block of data each, then the mark of the end, filled up to 10240 bytes.
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda tar: b"",
+    "compressed": lambda tar: b"\x1f\x8b\x08" + tar,
+    "cut in a header": lambda tar: tar[:1100],
+    "cut in the data": lambda tar: tar[:1540],
+    "cut between members": lambda tar: tar[:1024],
+    "no end": lambda tar: tar[:2048],
+    "damaged header": lambda tar: tar[:1024] + b"\xff" * 100 + tar[1124:],
+    "zeros within": lambda tar: tar[:1024] + bytes(512) + tar[1024:],
+    "two in a row": lambda tar: tar + tar,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_tars_are_refused(tmp_path: Path, damage: str) -> None:
+    whole = make_tar(tmp_path / "a.tar", [("0.png", PNG), ("1.png", PNG)]).read_bytes()
+    (tmp_path / "a.tar").write_bytes(DAMAGES[damage](whole))
+    with pytest.raises(DataError, match=r"a\.tar"):
+        index_tars([tmp_path / "a.tar"], tmp_path)
+
+
+def test_wrong_paths_are_refused(tmp_path: Path) -> None:
+    make_tar(tmp_path / "a.tar", [("0.png", PNG)])
+    with pytest.raises(DataError, match="no tar shards"):
+        index_tars([], tmp_path)
+    with pytest.raises(DataError, match="does not lie in"):
+        index_tars([tmp_path / "a.tar"], tmp_path / "other")
+    with pytest.raises(DataError, match="does not exist"):
+        index_tars([tmp_path / "b.tar"], tmp_path)
+
+
+def test_index_of_our_own_shards_is_the_one_they_came_with(tmp_path: Path) -> None:
+    source = make_files(tmp_path / "source", [f"c{number % 2}/{number}.png" for number in range(7)])
+    made = write_shards(list_images(source), tmp_path / "out", samples_per_shard=3).manifest
+    before = contents(tmp_path / "out")
+    paths = sorted((tmp_path / "out").glob("*.tar"))
+    assert index_tars(paths, tmp_path / "out", class_names=made.class_names, num_workers=2) == made
+    assert contents(tmp_path / "out") == before
+
+
+def test_unreadable_images_do_not_stop_indexing(tmp_path: Path) -> None:
+    path = make_tar(tmp_path / "a.tar", [("0.png", PNG[:40]), ("1.png", image_bytes(51))])
+    manifest = index_tars([path], tmp_path)
+    assert manifest.num_samples == 2
+    assert manifest.mean == pytest.approx([0.2])
+
+
+def test_measured_images_are_few_and_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    real_measure = writer._measure
+    monkeypatch.setattr(writer, "_measure", lambda pixels: measured.append(int(pixels.max())) or real_measure(pixels))
+    monkeypatch.setattr(writer, "NUM_MEASURED", 4)
+    for shard in range(8):
+        make_tar(tmp_path / f"{shard}.tar", [(f"{n}.png", image_bytes(10 * shard + n)) for n in range(3)])
+    index_tars(sorted(tmp_path.glob("*.tar")), tmp_path)
+    assert [value // 10 for value in measured] == [0, 2, 4, 7]
+    measured.clear()
+    source = make_files(tmp_path / "source", [f"{number}.png" for number in range(40)])
+    write_shards(list_images(source), tmp_path / "out", samples_per_shard=10)
+    assert len(measured) == 4
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, MANIFEST_NAME])
+def test_a_failed_index_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = make_tar(tmp_path / "a.tar", [("0.png", PNG)])
+    index_tars([path], tmp_path)
+    before = contents(tmp_path)
+    real_replace = Path.replace
+
+    def fail(self: Path, target: Path) -> Path:
+        if target.name == name:
+            raise OSError(errno.ENOSPC, "No space left")
+        return real_replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(DataError, match="No space left"):
+        index_tars([path], tmp_path)
+    assert contents(tmp_path) == before

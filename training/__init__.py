@@ -1,0 +1,1 @@
+"""The mechanics that both stages share: configuration, run folder, schedule, optimizer, checkpoints, meters."""

@@ -1,0 +1,142 @@
+"""YAML files and flags -> frozen dataclasses; what users get wrong -> one message and exit status 2."""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+import yaml
+
+from data.errors import DataError
+
+Config = TypeVar("Config")
+
+EXIT_USER_ERROR = 2
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: the message says what was given, what was expected, and what to do."""
+
+
+def parse_args(config_type: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
+    """Reads a config from `--config FILE.yaml` and flags; a flag wins over the file, wherever it stands.
+
+    The YAML is read as flags (nested keys joined by dots), by the same parser: an unknown key or a bad value gets the same
+    message as a flag, under the name of the file.
+
+    Args:
+        config_type: a frozen dataclass, possibly nested.
+        argv: arguments without the program name (None: those of this process).
+        prog: program name in messages (None: that of this process).
+
+    Raises:
+        SystemExit: with status 0 after --help, with status 2 after a message about an unknown key, a bad value, or a file
+            that cannot be read. Of many processes only the first prints.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    prog = prog or Path(sys.argv[0]).name
+    if "-h" in argv or "--help" in argv:
+        return _tyro(config_type, ["--help"], prog)
+    peeler = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    peeler.add_argument("--config", type=Path, default=None)
+    with user_errors():
+        try:
+            known, flags = peeler.parse_known_args(argv)
+        except SystemExit:
+            raise UserError("--config needs the path of a YAML file") from None
+        file_flags = _yaml_flags(known.config) if known.config else []
+    default = _tyro(config_type, file_flags, str(known.config)) if known.config else None
+    return _tyro(config_type, flags, prog, default)
+
+
+def _tyro(config_type: type[Config], args: list[str], prog: str, default: Config | None = None) -> Config:
+    return tyro.cli(
+        config_type,
+        args=args,
+        prog=prog,
+        default=default,
+        config=(tyro.conf.FlagConversionOff,),  # `--compile True`: booleans in YAML need no special case
+        use_underscores=True,
+        console_outputs=is_main_process(),
+    )
+
+
+def _yaml_flags(path: Path) -> list[str]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"--config {path}: is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return []
+    if not isinstance(content, dict):
+        raise UserError(f"--config {path}: expected keys and values, found a {type(content).__name__}")
+    return list(_flatten(content, prefix="--"))
+
+
+def _flatten(section: dict[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+            yield from map(str, value if isinstance(value, list) else [value])
+
+
+def config_to_yaml(config: Any) -> str:
+    """Writes a config as YAML that `parse_args` reads back as an equal config."""
+    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False)
+
+
+def flat_config(config: Any) -> dict[str, Any]:
+    """A config as one level of dotted names: {"model.depth": 12, ...}."""
+
+    def walk(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in section.items():
+            if isinstance(value, dict):
+                yield from walk(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", value
+
+    return dict(walk(_plain(dataclasses.asdict(config)), ""))
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, all the way down: what YAML and JSON can hold."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def is_main_process() -> bool:
+    """Says whether this is the first of all processes, also before any process group exists (torchrun's RANK)."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def user_errors(every_process: bool = False) -> Iterator[None]:
+    """Ends the program on a user's mistake: one line on stderr, exit status 2, no traceback.
+
+    Args:
+        every_process: print on every process. By default only the first process of each machine prints: during set-up all
+            meet the same mistake.
+
+    Raises:
+        SystemExit: with status 2, in place of UserError and DataError.
+    """
+    try:
+        yield
+    except (UserError, DataError) as error:
+        rank = os.environ.get("RANK")
+        if every_process or os.environ.get("LOCAL_RANK", "0") == "0":
+            where = f" (process {rank})" if every_process and rank else ""
+            print(f"error{where}: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_USER_ERROR) from None
