@@ -77,7 +77,8 @@ def decode_image(data: bytes, num_channels: int | None, *, max_pixels: int = MAX
         max_pixels: an image of more pixels (H * W by its header) is refused before it is decoded.
 
     Returns:
-        (C, H, W), uint8, 0..255. A view with the memory order of (H, W, C).
+        (C, H, W), uint8, 0..255. A view of memory in the order (H, W, C), which torchvision resizes nearly twice as
+        fast as a contiguous tensor.
 
     Raises:
         BadImage: the bytes are no image, are cut off or damaged, have too many pixels, or there is no defined way from

@@ -117,8 +117,7 @@ class Decoder(nn.Module):
         cls_rows = table[:, :1].expand(len(latent), -1, -1)
         visible_rows = torch.cat([cls_rows, take_rows(table[:, 1:], ids_keep)], dim=1)  # (B, 1 + K, E)
         hidden = self.mask_token + take_rows(table[:, 1:], ids_hidden)  # (B, M, E)
-        # Tables and mask token are float32; the cast keeps the residual stream in the type that the encoder came in.
-        tokens = torch.cat([visible + visible_rows.to(visible.dtype), hidden.to(visible.dtype)], dim=1)  # (B, 1 + N, E)
+        tokens = torch.cat([visible + visible_rows, hidden], dim=1)  # (B, 1 + N, E), float32 also under autocast
         for block in self.decoder_blocks[:-1]:
             tokens = block(tokens)
         last_block = self.decoder_blocks[-1]

@@ -148,8 +148,7 @@ class Encoder(VisionTransformer):
         """
         tokens = self.embed_patches(patches) + take_rows(self.pos_embed[:, 1:], ids_keep)  # (B, K, D)
         cls = (self.cls_token + self.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)  # (B, 1, D)
-        # The position table is float32: without the cast the residual stream of a 16-bit run would be too.
-        tokens = torch.cat([cls.to(tokens.dtype), tokens], dim=1)  # (B, 1 + K, D)
+        tokens = torch.cat([cls, tokens], dim=1)  # (B, 1 + K, D), float32 also under autocast: the residual stream
         return self.norm(self.blocks(tokens))
 
     def embed_patches(self, patches: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def plain_forward(model: MaskedAutoencoder, images: Tensor, noise: Tensor) -> Pl
     latent = encoder.norm(encoder.blocks(torch.cat([cls, take_rows(tokens, ids_keep)], dim=1)))  # (B, 1 + K, D)
 
     embedded = decoder.decoder_embed(latent)  # (B, 1 + K, E)
-    mask_tokens = decoder.mask_token.to(embedded.dtype).expand(batch, num_patches - model.num_kept, -1)
+    mask_tokens = decoder.mask_token.expand(batch, num_patches - model.num_kept, -1)
     shuffled = torch.cat([embedded[:, 1:], mask_tokens], dim=1)  # (B, N, E)
     ids_restore = torch.argsort(torch.cat([ids_keep, ids_hidden], dim=1), dim=1)
     tokens = torch.cat([embedded[:, :1], take_rows(shuffled, ids_restore)], dim=1)  # (B, 1 + N, E), image order

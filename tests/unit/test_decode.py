@@ -76,8 +76,9 @@ def test_exif_orientation_is_applied(orientation: int, image_format: str) -> Non
 
 
 @pytest.mark.parametrize("exif", [b"MM\0*\0\0\0\x08\xff\xff\x01\x12", b"no TIFF header", b"II*\0"])
-def test_broken_exif_does_not_lose_the_picture(exif: bytes) -> None:
-    data = encode(gradient(), "JPEG", exif=b"Exif\0\0" + exif)
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
+def test_broken_exif_does_not_lose_the_picture(exif: bytes, image_format: str) -> None:
+    data = encode(gradient(), image_format, exif=b"Exif\0\0" + exif)
     assert decode_image(data, 3).shape == (3, 24, 40)
 
 
