@@ -1,0 +1,133 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pretrain.config import DIGITS_CONFIG, PretrainConfig, with_default_data
+from training.cli import UserError, config_to_yaml, flat_config, parse_args, user_errors
+
+
+def parse(*argv: str) -> PretrainConfig:
+    return parse_args(PretrainConfig, argv, prog="main.py")
+
+
+def refused(capfd: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What is printed when arguments are refused with status 2."""
+    with pytest.raises(SystemExit) as caught:
+        parse(*argv)
+    assert caught.value.code == 2
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+    return " ".join((out + err).replace("│", " ").split())
+
+
+def test_flag_wins_over_file_wherever_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("epochs: 7\nmodel: {name: small, img_size: [96, 160], patch_size: null}\noptim: {base_lr: 1e-3}\n")
+    for argv in (["--config", str(file), "--model.name", "tiny"], ["--model.name", "tiny", "--config", str(file)]):
+        config = parse(*argv)
+        assert config.model.name == "tiny"
+        assert config.epochs == 7
+        assert config.model.img_size == (96, 160)
+        assert config.model.patch_size is None
+        assert config.optim.base_lr == 1e-3  # a string to YAML, a number to the flag
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--model.norm_pix_loss", "False", "--run.compile", "True", "--num_steps", "3"],
+        ["--data.mean", "0.1", "0.2", "--data.std", "1", "2", "--data.train", "/some where/{000..009}.tar"],
+        ["--optim.clip_grad_norm", "1", "--optim.min_lr", "1e-6", "--output_dir", "x y"],
+    ],
+)
+def test_saved_config_reads_back_equal(tmp_path: Path, flags: list[str]) -> None:
+    config = parse(*flags)
+    (tmp_path / "config.yaml").write_text(config_to_yaml(config))
+    assert parse("--config", str(tmp_path / "config.yaml")) == config
+
+
+@pytest.mark.parametrize("path", sorted(DIGITS_CONFIG.parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    assert parse("--config", str(path)) != PretrainConfig()
+
+
+def test_unknown_flag_is_refused_with_a_suggestion(capfd: pytest.CaptureFixture[str]) -> None:
+    message = refused(capfd, "--model.nam", "tiny")
+    assert "--model.nam" in message
+    assert "Perhaps you meant: --model.name" in message
+    assert refused(capfd, "--mask_ratio", "0.5").count("--model.mask_ratio")
+
+
+def test_unknown_key_in_a_file_is_refused_with_a_suggestion_and_the_files_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("model:\n  mask_ration: 0.5\n")
+    message = refused(capfd, "--config", str(file))
+    assert "--model.mask_ration" in message
+    assert "--model.mask_ratio FLOAT" in message
+    assert "mine.yaml" in message.replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--epochs", "many"], "--epochs"),
+        (["--model.name", "giant"], "'tiny', 'small', 'base', 'large', 'huge'"),
+        (["--epochs", "-1"], "epochs must be above 0"),
+        (["--data.crop_scale", "0", "1"], "data.crop_scale"),
+        (["--run.compile", "yes"], "'True', 'False'"),
+        (["--config"], "--config needs the path"),
+        (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read (No such file or directory)"),
+    ],
+)
+def test_bad_values_are_refused_by_name(capfd: pytest.CaptureFixture[str], argv: list[str], expected: str) -> None:
+    assert expected in refused(capfd, *argv)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("a: [", "is not YAML"), ("- 1\n", "expected keys and values")])
+def test_files_that_are_no_config_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], text: str, expected: str
+) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    assert expected in refused(capfd, "--config", str(tmp_path / "bad.yaml"))
+
+
+def test_of_many_processes_only_the_first_prints(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert refused(capfd, "--model.nam", "tiny") == ""
+    assert refused(capfd, "--config", "/nowhere.yaml") == ""
+    with pytest.raises(SystemExit), user_errors(every_process=True):
+        raise UserError("disk full")
+    assert capfd.readouterr().err == "error (process 1): disk full\n"
+
+
+def test_help_shows_every_field_with_its_meaning(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    text = capfd.readouterr().out
+    for name in flat_config(PretrainConfig()):
+        assert f"--{name}" in text
+    for section in (PretrainConfig, *(type(getattr(PretrainConfig(), name)) for name in ("model", "data", "optim", "run"))):
+        assert dataclasses.is_dataclass(section)
+    assert "share of the patches that are hidden" in " ".join(text.lower().replace("│", " ").split())
+
+
+def test_without_data_the_digits_are_trained_on() -> None:
+    assert parse(*with_default_data(["--epochs", "2"])).data.train == "digits"
+    assert parse(*with_default_data(["--epochs", "2"])).epochs == 2
+    assert with_default_data(["--data.train", "x"]) == ["--data.train", "x"]
+    assert with_default_data(["--data.train=x"]) == ["--data.train=x"]
+    assert with_default_data(["--config", "x"]) == ["--config", "x"]
+
+
+def test_config_is_small_enough_to_know() -> None:
+    assert len(flat_config(PretrainConfig())) <= 55
+    assert yaml.safe_load(config_to_yaml(PretrainConfig()))["model"]["img_size"] == [224, 224]

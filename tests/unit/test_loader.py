@@ -1,0 +1,154 @@
+import dataclasses
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.errors import DataError
+from data.loader import Batch, BatchLoader, DataConfig, choose_normalization, preview_images
+from data.shards import ShardReader, ShardSet, open_shards
+from data.stream import BatchPlan, SampleOrder
+from data.transforms import IMAGENET_MEAN
+from data.writer import index_tars, list_images, write_shards
+from tests.conftest import write_pictures
+
+CONFIG = DataConfig(num_workers=0, shuffle_window=16)
+
+
+def load(
+    shards: ShardSet, plan: BatchPlan, start_step: int, stop_step: int, config: DataConfig = CONFIG, channels: int = 3
+) -> list[Batch]:
+    order = SampleOrder(shards.first_sample, 0, config.shuffle_window)
+    return list(BatchLoader(shards, config, plan, order, (16, 16), channels, start_step, stop_step))
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("images", "seeds", "indices"))
+
+
+def test_one_epoch_through_two_processes_with_two_workers_delivers_every_key_once(picture_shards: ShardSet) -> None:
+    """53 samples in batches of 2 x 5: the sixth step goes 7 samples into the next epoch."""
+    config = dataclasses.replace(CONFIG, num_workers=2)
+    keys: Counter[str] = Counter()
+    with ShardReader(picture_shards) as reader:
+        slots = [[], []]
+        for rank in (0, 1):
+            batches = load(picture_shards, BatchPlan(5, 1, 2, rank), 0, 6, config)
+            assert len(batches) == 6
+            slots[rank] = [batch.indices for batch in batches]
+        stream = torch.cat([torch.cat(step) for step in zip(*slots, strict=True)])
+        for index in stream[:53].tolist():
+            sample = reader.read(index)
+            keys[sample.key] += 1
+    assert len(keys) == 53
+    assert set(keys.values()) == {1}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on machines of one or two cores
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_number_of_workers_changes_nothing(picture_shards: ShardSet, num_workers: int) -> None:
+    plan = BatchPlan(4, 2, 1, 0)
+    alone = load(picture_shards, plan, 0, 4)
+    together = load(picture_shards, plan, 0, 4, dataclasses.replace(CONFIG, num_workers=num_workers))
+    assert len(alone) == len(together) == 8
+    assert all(map(same, alone, together))
+
+
+def test_starting_in_the_middle_gives_what_a_straight_run_gives(picture_shards: ShardSet) -> None:
+    plan = BatchPlan(8, 1, 1, 0)
+    straight = load(picture_shards, plan, 0, 15)
+    assert all(map(same, straight[9:], load(picture_shards, plan, 9, 15)))
+
+
+def test_more_processes_read_the_same_global_batches(picture_shards: ShardSet) -> None:
+    one = load(picture_shards, BatchPlan(8, 1, 1, 0), 0, 5)
+    two = [load(picture_shards, BatchPlan(4, 1, 2, rank), 0, 5) for rank in (0, 1)]
+    for step in range(5):
+        for name in ("images", "seeds", "indices"):
+            joined = torch.cat([getattr(two[rank][step], name) for rank in (0, 1)])
+            assert torch.equal(joined, getattr(one[step], name)), name
+
+
+def test_pictures_differ_between_epochs(picture_shards: ShardSet) -> None:
+    batches = load(picture_shards, BatchPlan(53, 1, 1, 0), 0, 2)
+    first, second = (batch.indices.argsort() for batch in batches)
+    assert torch.equal(batches[0].indices[first], batches[1].indices[second])
+    assert not torch.equal(batches[0].indices, batches[1].indices)
+    assert not torch.equal(batches[0].images[first], batches[1].images[second])
+    assert not (batches[0].seeds[first] == batches[1].seeds[second]).any()
+
+
+@pytest.fixture
+def damaged_shards(tmp_path: Path) -> ShardSet:
+    """24 pictures of which numbers 3, 4 and 10 (in storage order) are not pictures."""
+    write_pictures(tmp_path / "source", 24)
+    write_shards(list_images(tmp_path / "source"), tmp_path / "shards", samples_per_shard=12, num_workers=0)
+    shards = open_shards(tmp_path / "shards")
+    for number in (3, 4, 10):
+        place = shards.locate(number)
+        with (shards.root / shards.manifest.shards[place.shard_number].name).open("r+b") as file:
+            file.seek(place.offset)
+            file.write(b"\0" * place.size)
+    return shards
+
+
+def test_unreadable_samples_are_replaced_in_their_slots_named_and_counted(damaged_shards: ShardSet) -> None:
+    clean_slots = {index for index in range(24) if index not in (3, 4, 10)}
+    batches = load(damaged_shards, BatchPlan(8, 1, 1, 0), 0, 3)
+    assert [len(batch.images) for batch in batches] == [8, 8, 8]
+    delivered = Counter(index for batch in batches for index in batch.indices.tolist())
+    assert delivered == Counter(clean_slots) + Counter({5: 2, 11: 1})
+    faults = [fault for batch in batches for fault in batch.faults]
+    assert len(faults) == 4  # sample 3 leads to 4, which leads to 5
+    with ShardReader(damaged_shards) as reader:
+        key = reader.read(10).key
+    assert any(key in fault and damaged_shards.manifest.shards[0].name in fault for fault in faults)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_data_that_cannot_be_read_at_all_ends_in_one_clear_error(tmp_path: Path, num_workers: int) -> None:
+    """Also through reader processes, whose traceback torch would put around the message."""
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("x.jpg", "y.jpg"):
+            (tmp_path / name).write_bytes(b"not a picture")
+            tar.add(tmp_path / name, name)
+    index_tars([tmp_path / "a.tar"], tmp_path)
+    with pytest.raises(DataError) as caught:
+        load(open_shards(tmp_path), BatchPlan(2, 1, 1, 0), 0, 2, dataclasses.replace(CONFIG, num_workers=num_workers))
+    assert str(caught.value).startswith("2 samples in a row cannot be read; the first: a.tar: ")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_shard_that_is_lost_on_the_way_ends_in_one_clear_error(damaged_shards: ShardSet) -> None:
+    (damaged_shards.root / damaged_shards.manifest.shards[1].name).unlink()
+    with pytest.raises(DataError, match=damaged_shards.manifest.shards[1].name):
+        load(damaged_shards, BatchPlan(8, 1, 1, 0), 0, 3)
+
+
+def test_channels_follow_the_model(picture_shards: ShardSet) -> None:
+    assert load(picture_shards, BatchPlan(2, 1, 1, 0), 0, 1, channels=1)[0].images.shape == (2, 1, 16, 16)
+
+
+def test_normalisation_is_the_users_or_imagenets_or_measured(picture_shards: ShardSet) -> None:
+    assert choose_normalization(DataConfig(), picture_shards, 3).mean == IMAGENET_MEAN
+    assert choose_normalization(DataConfig(mean=(0.1,), std=(0.2,)), picture_shards, 1) == ((0.1,), (0.2,))
+    for mean, std in [((0.1,), (0.2,)), ((0.1, 0.1, 0.1), ()), ((0.1,) * 3, (0.2, 0.0, 0.2))]:
+        with pytest.raises(DataError, match="3 numbers each"):
+            choose_normalization(DataConfig(mean=mean, std=std), picture_shards, 3)
+
+
+def test_preview_leaves_unreadable_samples_out(damaged_shards: ShardSet) -> None:
+    assert preview_images(damaged_shards, (16, 16), 3, count=24, max_pixels=10**6).shape == (21, 3, 16, 16)
+    with pytest.raises(DataError, match="none of 4 samples"):
+        preview_images(damaged_shards, (16, 16), 3, count=4, max_pixels=5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"batch_size_per_process": 0}, {"num_workers": -1}, {"crop_scale": (0.5, 0.2)}, {"flip_probability": 1.5}],
+)
+def test_settings_out_of_range_are_refused(changes: dict) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        DataConfig(**changes)
