@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import webdataset as wds
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from webdataset.filters import batched
+from webdataset.pipeline import DataPipeline
 
 from data.decode import decode_image
 from data.errors import BadImage, DataError
@@ -146,6 +147,7 @@ class DecodeAndCrop:
         self.num_channels = num_channels
 
     def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Decodes and crops a stream of samples."""
         with ShardReader(self.shards) as reader:
             for sample in samples:
                 yield self.decode(sample, reader)
@@ -164,9 +166,7 @@ class DecodeAndCrop:
                 faults.append(f"{sample['__url__']}: {sample['__key__']}: {error}")
                 sample = read_sample(reader, (sample["index"] + 1) % len(self.shards))
                 continue
-            crop = random_resized_crop_flip(
-                image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability
-            )
+            crop = random_resized_crop_flip(image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability)
             return {"image": crop, "seed": seed, "index": sample["index"], "faults": faults}
         raise DataError(f"{len(faults)} samples in a row cannot be read; the first: {faults[0]}")
 
@@ -219,10 +219,10 @@ class BatchLoader:
         pin_memory: bool = False,
     ) -> None:
         self.num_micro_batches = (stop_step - start_step) * plan.accum_steps
-        pipeline = wds.DataPipeline(
+        pipeline = DataPipeline(
             PlannedSamples(shards, order, plan, start_step, stop_step),
             DecodeAndCrop(shards, config, img_size, num_channels),
-            wds.batched(plan.batch_size_per_process, collation_fn=collate, partial=False),
+            batched(plan.batch_size_per_process, collation_fn=collate, partial=False),
             failures_as_values,
         )
         self._loader = DataLoader(

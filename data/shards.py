@@ -113,8 +113,7 @@ class Manifest:
             raise DataError(f"{path} is damaged: {error}; {remedy}") from error
         if manifest.hash != stated_hash:
             raise DataError(
-                f"{path} was changed after it was written: its hash is {manifest.hash}, stated is {stated_hash}; "
-                f"{remedy}"
+                f"{path} was changed after it was written: its hash is {manifest.hash}, stated is {stated_hash}; {remedy}"
             )
         return manifest
 

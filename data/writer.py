@@ -92,9 +92,7 @@ def list_images(source: str | Path, *, labelled: bool = True) -> ImageList:
         raise DataError(f"{source} does not exist; expected a folder of images or a CSV table")
     names, num_ignored = _find_images(source)
     if not names:
-        raise DataError(
-            f"{source} holds no images: of {num_ignored} files in it, none ends in one of {sorted(IMAGE_SUFFIXES)}"
-        )
+        raise DataError(f"{source} holds no images: of {num_ignored} files in it, none ends in one of {sorted(IMAGE_SUFFIXES)}")
     num_direct = sum("/" not in name for name in names)
     if not labelled or num_direct == len(names):
         return ImageList(source, [ImageFile(name, NO_LABEL) for name in names], (), num_ignored)
@@ -299,9 +297,7 @@ def _spread(num_items: int, num_wanted: int) -> np.ndarray:
     return np.unique(np.linspace(0, num_items - 1, min(num_items, num_wanted)).astype(np.int64))
 
 
-def _write_all(
-    images: ImageList, folder: Path, tasks: list[_ShardTask], num_workers: int, progress: bool
-) -> WriteResult:
+def _write_all(images: ImageList, folder: Path, tasks: list[_ShardTask], num_workers: int, progress: bool) -> WriteResult:
     written: list[_WrittenShard] = []
     with tqdm(total=len(images.files), desc="packing", unit="image", disable=not progress) as bar:
         for task, shard in zip(tasks, _map(_write_shard, tasks, num_workers), strict=True):
@@ -451,8 +447,7 @@ def _plan_indexing(paths: list[Path], num_classes: int | None) -> list[_IndexTas
     measured_shards = set(_spread(len(paths), NUM_MEASURED).tolist())
     num_per_shard = NUM_MEASURED // len(measured_shards)
     return [
-        _IndexTask(path, num_classes, num_per_shard if number in measured_shards else 0)
-        for number, path in enumerate(paths)
+        _IndexTask(path, num_classes, num_per_shard if number in measured_shards else 0) for number, path in enumerate(paths)
     ]
 
 
@@ -503,9 +498,7 @@ def _scan_shard(path: Path, num_classes: int | None = None) -> _ScannedShard:
     return _ScannedShard(info, np.array(rows, dtype=SAMPLE_DTYPE))
 
 
-def _scan_members(
-    tar: tarfile.TarFile, path: Path, num_classes: int | None
-) -> tuple[list[tuple[int, int, int]], set[str]]:
+def _scan_members(tar: tarfile.TarFile, path: Path, num_classes: int | None) -> tuple[list[tuple[int, int, int]], set[str]]:
     """Returns the rows of the index, and the suffixes of all members."""
     rows: list[tuple[int, int, int]] = []
     all_suffixes: set[str] = set()
@@ -522,9 +515,7 @@ def _scan_members(
             )
         images = sorted(members.keys() & IMAGE_SUFFIXES)
         if len(images) != 1:
-            raise DataError(
-                f"{where}: of its members {sorted(members)}, {images or 'none'} are images by suffix; expected one"
-            )
+            raise DataError(f"{where}: of its members {sorted(members)}, {images or 'none'} are images by suffix; expected one")
         label = _read_label(tar, members, where)
         if label < NO_LABEL or (num_classes is not None and label >= num_classes):
             raise DataError(f"{where}: label {label} is no number of a class; there are {num_classes} class names")

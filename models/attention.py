@@ -3,7 +3,7 @@
 Shapes: B batch, L tokens, Q querying tokens (the last Q of L), D width, h heads, d width of a head.
 """
 
-import timm.layers
+import timm.layers.attention
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +32,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(queries, keys, values)
 
 
-class Attention(timm.layers.Attention):
+class Attention(timm.layers.attention.Attention):
     """timm's multi-head self-attention (same parameters), with `attend` inside.
 
     QK-norm, gates, attention dropout and masks of timm's module are not supported: no model of this project uses them.
@@ -40,7 +40,8 @@ class Attention(timm.layers.Attention):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Lets every token attend to every token: (B, L, D) -> (B, L, D)."""
-        assert attn_mask is None and not is_causal, "masked attention is not supported"
+        assert attn_mask is None, "masked attention is not supported"
+        assert not is_causal, "masked attention is not supported"
         queries, keys, values = self._split_heads(self.qkv(x))
         return self._merge_heads(attend(queries, keys, values))
 

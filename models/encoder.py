@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -82,8 +83,9 @@ class Encoder(VisionTransformer):
         ValueError: sizes that do not fit each other.
     """
 
-    patch_embed: nn.Module
-    blocks: nn.Sequential  # pyright: ignore[reportIncompatibleVariableOverride]
+    # What timm leaves open: here it is always there.
+    patch_embed: PatchEmbed  # pyright: ignore[reportIncompatibleVariableOverride]
+    blocks: nn.Sequential
     cls_token: nn.Parameter
     pos_embed: nn.Parameter
 
@@ -121,7 +123,7 @@ class Encoder(VisionTransformer):
         self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:  # noqa: ARG002 (timm's signature)
         """Initialises every parameter as the original does.
 
         Linear weights Xavier-uniform with zero bias, the patch convolution Xavier-uniform on its (D, C * p * q) view with
@@ -207,9 +209,7 @@ def init_module_weights(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _check_sizes(
-    img_size: tuple[int, int], patch_size: int, in_chans: int, embed_dim: int, depth: int, num_heads: int
-) -> None:
+def _check_sizes(img_size: tuple[int, int], patch_size: int, in_chans: int, embed_dim: int, depth: int, num_heads: int) -> None:
     sizes = {"img_size": min(img_size), "patch_size": patch_size, "in_chans": in_chans}
     sizes |= {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
     for name, value in sizes.items():

@@ -70,12 +70,13 @@ def set_up(config: PretrainConfig) -> Pretraining:
     shards = open_training_shards(config.data.train)
     normalization = choose_normalization(config.data, shards, config.model.in_chans)
     plan = BatchPlan(
-        config.data.batch_size_per_process, config.optim.accum_steps, accelerator.num_processes, accelerator.process_index
+        config.data.batch_size_per_process,
+        config.optim.accum_steps,
+        accelerator.num_processes,
+        accelerator.process_index,
     )
     horizon = plan_horizon(config, len(shards), plan.global_batch_size)
-    preview = preview_images(
-        shards, config.model.img_size, config.model.in_chans, NUM_PREVIEW_IMAGES, config.data.max_pixels
-    )
+    preview = preview_images(shards, config.model.img_size, config.model.in_chans, NUM_PREVIEW_IMAGES, config.data.max_pixels)
 
     model.to(accelerator.device)
     optimizer = build_adamw(model, config.optim)
@@ -301,10 +302,10 @@ class RunLog:
     def picture(self, step: int) -> None:
         """Shows in TensorBoard how the preview images are restored."""
         if self.run.accelerator.is_main_process:
-            tracker = self.run.accelerator.get_tracker("tensorboard")
+            writer = self.run.accelerator.get_tracker("tensorboard", unwrap=True)
             # One picture an image: input, visible and restored side by side.
             wide = torch.cat(preview_triples(self.run).unbind(1), dim=-1)  # (b, 3, H, 3 * W)
-            tracker.log_images({"reconstruction": wide.numpy()}, step=step)
+            writer.add_images("reconstruction", wide, global_step=step)
 
 
 def preview_triples(run: Pretraining) -> Tensor:
@@ -319,9 +320,7 @@ def save(run: Pretraining, step: int) -> None:
     """Writes a checkpoint on the first process."""
     if run.accelerator.is_main_process:
         config = identity(run.config, run.shards, run.plan)
-        save_checkpoint(
-            run.folder / "checkpoints", step, config, run.model, run.optimizer, run.config.run.keep_checkpoints
-        )
+        save_checkpoint(run.folder / "checkpoints", step, config, run.model, run.optimizer, run.config.run.keep_checkpoints)
 
 
 def finish(run: Pretraining) -> None:

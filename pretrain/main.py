@@ -8,6 +8,7 @@ from training.cli import parse_args, user_errors
 
 
 def main() -> int:
+    """Pretrains as the command line says; gives the exit status."""
     config = parse_args(PretrainConfig, with_default_data(sys.argv[1:]))
     with user_errors():
         run = set_up(config)

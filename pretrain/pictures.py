@@ -23,9 +23,7 @@ def visible_channels(images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def reconstruction_triples(
-    model: MaskedAutoencoder, images: Tensor, noise: Tensor, normalization: Normalization
-) -> Tensor:
+def reconstruction_triples(model: MaskedAutoencoder, images: Tensor, noise: Tensor, normalization: Normalization) -> Tensor:
     """Shows each image, what the encoder sees of it, and what comes back with the visible patches pasted in.
 
     Args:

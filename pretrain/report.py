@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -69,8 +70,6 @@ def describe_run(
 
 def export_encoder(folder: Path, model: MaskedAutoencoder, config: MAEConfig, normalization: Normalization) -> None:
     """Writes `encoder.safetensors` with timm's names, and `encoder.json`: how to build it and what its input must be."""
-    from safetensors.torch import save_file
-
     name, arguments = timm_model(config)
     record: dict[str, Any] = {
         "timm_model": name,

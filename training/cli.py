@@ -55,7 +55,7 @@ def parse_args(config_type: type[Config], argv: Sequence[str] | None = None, pro
 
 
 def _tyro(config_type: type[Config], args: list[str], prog: str, default: Config | None = None) -> Config:
-    return tyro.cli(
+    return tyro.cli(  # pyright: ignore[reportReturnType] (tyro gives the type of `default` too, which is Config or None)
         config_type,
         args=args,
         prog=prog,

@@ -45,8 +45,13 @@ class OptimConfig:
 class StatesWeightDecay(Protocol):
     """A model that says which of its parameters take no weight decay."""
 
-    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]: ...
-    def no_weight_decay(self) -> set[str]: ...
+    def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """As torch's modules."""
+        ...
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that take none."""
+        ...
 
 
 def parameter_groups(model: StatesWeightDecay, weight_decay: float) -> list[dict[str, Any]]:

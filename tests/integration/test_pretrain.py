@@ -72,7 +72,14 @@ def test_a_run_learns_and_leaves_what_a_person_needs(straight_run: tuple[Path, s
     for name in ("grad_norm", "images_per_s", "memory_mib"):
         assert entries[-1][name] > 0
     assert 0 <= entries[-1]["data_wait"] <= 1
-    for asked in ("1,797 images in 4 shards", "16 patches, 4 visible", "GFLOPs", "peak 0.0025", "cpu, float32", "explained"):
+    for asked in (
+        "1,797 images in 4 shards",
+        "16 patches, 4 visible",
+        "GFLOPs",
+        "peak 0.0025",
+        "cpu, float32",
+        "explained",
+    ):
         assert asked in text
     with Image.open(output / "reconstruction.png") as picture:
         assert picture.width > 600
@@ -106,9 +113,7 @@ def test_two_processes_give_the_same_losses_as_one(straight_run: tuple[Path, str
     assert max(abs(one[step] - two[step]) for step in one) < 1e-5
 
 
-def test_accumulated_micro_batches_give_the_same_losses_as_one_batch(
-    straight_run: tuple[Path, str], tmp_path: Path
-) -> None:
+def test_accumulated_micro_batches_give_the_same_losses_as_one_batch(straight_run: tuple[Path, str], tmp_path: Path) -> None:
     run(tmp_path / "run", "--data.batch_size_per_process", "16", "--optim.accum_steps", "4")
     one, four = losses(straight_run[0]), losses(tmp_path / "run")
     assert max(abs(one[step] - four[step]) for step in one) < 1e-5
@@ -125,8 +130,6 @@ def wait_for_step(output: Path, step: int) -> None:
 def metrics_so_far(output: Path) -> list[dict[str, float]]:
     """Complete lines only: the program may be writing."""
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().split("\n")[:-1]]
-
-
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])

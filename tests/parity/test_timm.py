@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
 
 from data.transforms import Normalization
 from models.formats import encoder_state, timm_model
@@ -30,13 +31,13 @@ def test_exported_encoder_loads_in_timm_and_gives_the_same_features(
     export_encoder(tmp_path, model, config, Normalization((0.5,) * config.in_chans, (0.25,) * config.in_chans))
 
     record = json.loads((tmp_path / "encoder.json").read_text())
-    theirs = timm.create_model(record["timm_model"], **record["timm_arguments"]).eval()
+    theirs = timm.create_model(record["timm_model"], **record["timm_arguments"])
+    assert isinstance(theirs, VisionTransformer)
     theirs.load_state_dict(load_file(tmp_path / "encoder.safetensors"), strict=True)
+    theirs.eval()
     images = torch.randn(2, config.in_chans, *config.img_size)
     with torch.no_grad():
-        torch.testing.assert_close(
-            theirs.forward_features(images), model.encoder.forward_features(images), atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(theirs.forward_features(images), model.encoder.forward_features(images), atol=1e-5, rtol=0)
 
 
 def test_timm_reads_the_file_by_itself(tiny_config: MAEConfig, tmp_path: Path) -> None:

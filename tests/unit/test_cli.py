@@ -96,9 +96,7 @@ def test_files_that_are_no_config_are_refused(
     assert expected in refused(capfd, "--config", str(tmp_path / "bad.yaml"))
 
 
-def test_of_many_processes_only_the_first_prints(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_processes_only_the_first_prints(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert refused(capfd, "--model.nam", "tiny") == ""
@@ -115,7 +113,10 @@ def test_help_shows_every_field_with_its_meaning(capfd: pytest.CaptureFixture[st
     text = capfd.readouterr().out
     for name in flat_config(PretrainConfig()):
         assert f"--{name}" in text
-    for section in (PretrainConfig, *(type(getattr(PretrainConfig(), name)) for name in ("model", "data", "optim", "run"))):
+    for section in (
+        PretrainConfig,
+        *(type(getattr(PretrainConfig(), name)) for name in ("model", "data", "optim", "run")),
+    ):
         assert dataclasses.is_dataclass(section)
     assert "share of the patches that are hidden" in " ".join(text.lower().replace("│", " ").split())
 

@@ -133,7 +133,8 @@ def test_initialisation_follows_the_original(tiny_config: MAEConfig) -> None:
     assert not encoder.pos_embed.requires_grad
     assert not model.decoder.decoder_pos_embed.requires_grad
     assert encoder.cls_token.std().item() == pytest.approx(0.02, rel=0.2)
-    for weight in (encoder.patch_embed.proj.weight.flatten(1), encoder.blocks[0].mlp.fc1.weight):  # type: ignore[union-attr]
+    parameters = dict(encoder.named_parameters())
+    for weight in (parameters["patch_embed.proj.weight"].flatten(1), parameters["blocks.0.mlp.fc1.weight"]):
         bound = (6 / sum(weight.shape)) ** 0.5
         assert weight.abs().max().item() == pytest.approx(bound, rel=0.01)
     for module in model.modules():

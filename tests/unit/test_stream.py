@@ -40,7 +40,20 @@ def test_order_depends_on_seed_and_epoch() -> None:
 
 def test_order_is_the_same_on_every_version_of_numpy() -> None:
     """Frozen: a run that is continued after an upgrade must see the order that it began with."""
-    assert make_order([5, 4, 3], seed=7, window=8).resolve(0, 12).indices.tolist() == [5, 8, 7, 9, 10, 6, 11, 0, 2, 3, 1, 4]
+    assert make_order([5, 4, 3], seed=7, window=8).resolve(0, 12).indices.tolist() == [
+        5,
+        8,
+        7,
+        9,
+        10,
+        6,
+        11,
+        0,
+        2,
+        3,
+        1,
+        4,
+    ]
     assert sample_seeds(7, np.array([0, 1]), np.array([3, 3])).tolist() == [-3346640678069125, 3762866057679306497]
 
 

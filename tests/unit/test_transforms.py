@@ -20,7 +20,9 @@ def test_crops_have_torchvisions_distribution(height: int, width: int) -> None:
     random = np.random.default_rng(0)
     transform = RandomResizedCrop(224, scale=(0.2, 1.0))
     image = torch.empty(3, height, width)
-    theirs = np.array([[transform.make_params([image])[name] for name in ("top", "left", "height", "width")] for _ in range(4000)])
+    theirs = np.array(
+        [[transform.make_params([image])[name] for name in ("top", "left", "height", "width")] for _ in range(4000)]
+    )
     ours = np.array([random_crop_box(random, height, width) for _ in range(4000)])
     scale = np.array([height, width, height, width])
     np.testing.assert_allclose(ours.mean(0) / scale, theirs.mean(0) / scale, atol=0.02)

@@ -374,9 +374,7 @@ def test_hidden_members_folders_and_members_without_suffix_are_passed_over(tmp_p
         ([], "hold no samples"),
     ],
 )
-def test_samples_that_can_not_be_told_apart_are_refused(
-    tmp_path: Path, members: list[tuple[str, bytes]], message: str
-) -> None:
+def test_samples_that_can_not_be_told_apart_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], message: str) -> None:
     path = make_tar(tmp_path / "bad.tar", members)
     with pytest.raises(DataError, match=message) as caught:
         index_tars([path], tmp_path, class_names=("a", "b"))
