@@ -5,7 +5,7 @@ Shapes: B images per micro-batch of one process, C channels, H W pixels.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -226,7 +226,7 @@ class BatchLoader:
             failures_as_values,
         )
         self._loader = DataLoader(
-            pipeline,
+            cast(IterableDataset, pipeline),  # it is one, behind an import that type checkers do not follow
             batch_size=None,
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_batches if config.num_workers else None,

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from data.digits import digits_shards
@@ -302,7 +303,7 @@ class RunLog:
     def picture(self, step: int) -> None:
         """Shows in TensorBoard how the preview images are restored."""
         if self.run.accelerator.is_main_process:
-            writer = self.run.accelerator.get_tracker("tensorboard", unwrap=True)
+            writer = cast(SummaryWriter, self.run.accelerator.get_tracker("tensorboard", unwrap=True))
             # One picture an image: input, visible and restored side by side.
             wide = torch.cat(preview_triples(self.run).unbind(1), dim=-1)  # (b, 3, H, 3 * W)
             writer.add_images("reconstruction", wide, global_step=step)
