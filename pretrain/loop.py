@@ -25,7 +25,8 @@ from pretrain.pictures import reconstruction_sheet, reconstruction_triples, shee
 from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import checkpoint_path, newest_checkpoint, replacing, restore, save_checkpoint
 from training.cli import UserError, flat_config
-from training.meters import Meters, WaitClock, memory_mib
+from training.machine import memory_mib
+from training.meters import Meters, WaitClock
 from training.optim import build_adamw, set_lr
 from training.run import MetricsFile, StopRequest, build_accelerator, check_run_folder, save_config
 from training.schedule import scale_lr, warmup_cosine

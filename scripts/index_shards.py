@@ -3,7 +3,6 @@
 python scripts/index_shards.py shards
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import tyro
 from data.errors import DataError
 from data.writer import index_tars
 from training.cli import parse_args, user_errors
+from training.machine import available_cores
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class IndexShardsConfig:
     """A folder, of which all *.tar are taken in the order of their names; or the tars themselves, all in one folder."""
     class_names: Path | None = None
     """Text file with the name of class 0, 1, ... one a line; without it the classes have numbers only."""
-    num_workers: int = len(os.sched_getaffinity(0))
+    num_workers: int = available_cores()
     """Processes that read; 0 reads in the main process."""
 
     def __post_init__(self) -> None:

@@ -3,7 +3,6 @@
 python scripts/make_shards.py --source photos --output photo-shards
 """
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from data.errors import DataError
 from data.writer import ImageList, WriteResult, list_images, write_shards
 from training.cli import parse_args, user_errors
+from training.machine import available_cores
 
 NUM_NAMED = 5  # unreadable images that the summary names
 
@@ -31,7 +31,7 @@ class MakeShardsConfig:
     """At most this many MiB of images in a shard, 1 or more."""
     seed: int = 0
     """Seed of the shuffle over all images, 0 or more."""
-    num_workers: int = len(os.sched_getaffinity(0))
+    num_workers: int = available_cores()
     """Processes that write; 0 writes in the main process. The result does not depend on it."""
     verify: bool = True
     """Decode every image, and leave out and report the unreadable ones. False is faster and copies them."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -55,10 +54,3 @@ class WaitClock:
                 return
             self.waited_s += time.perf_counter() - start
             yield item
-
-
-def memory_mib(device: torch.device) -> float:
-    """Memory in MiB: the peak that torch allocated on a CUDA device, else what this process occupies now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return psutil.Process().memory_info().rss / 2**20

@@ -17,6 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 from training.checkpoint import replacing
 from training.cli import UserError, config_to_yaml, flat_config
+from training.machine import cores_per_process, native_bfloat16
 
 
 @dataclass(frozen=True)
@@ -47,22 +48,6 @@ class RunConfig:
             raise ValueError("run.log_every_steps, run.save_every_steps and run.keep_checkpoints must be at least 1")
         if min(self.seed, self.picture_every_steps, self.cpu_threads) < 0:
             raise ValueError("run.seed, run.picture_every_steps and run.cpu_threads must be at least 0")
-
-
-def native_bfloat16(device_type: str) -> bool:
-    """Says whether a device multiplies bfloat16 matrices in hardware, rather than by way of float32."""
-    if device_type == "cuda":
-        return torch.cuda.get_device_capability()[0] >= 8
-    if device_type == "cpu":
-        flags = torch.cpu.get_capabilities()
-        return bool(flags.get("avx512_bf16") or flags.get("amx_bf16") or flags.get("bf16"))
-    return False
-
-
-def cores_per_process() -> int:
-    """CPU cores that this process may use, divided among the processes that the launcher started on this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:

@@ -14,9 +14,10 @@ from models.mae import MaskedAutoencoder
 from pretrain.config import MAY_CHANGE_ON_RESUME, Horizon, PretrainConfig, plan_horizon
 from training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint, replacing, restore, save_checkpoint
 from training.cli import UserError, parse_args
-from training.meters import Meters, WaitClock, memory_mib
+from training.machine import available_cores, cores_per_process, memory_mib, native_bfloat16
+from training.meters import Meters, WaitClock
 from training.optim import OptimConfig, build_adamw, parameter_groups, set_lr
-from training.run import MetricsFile, StopRequest, check_run_folder, native_bfloat16, save_config
+from training.run import MetricsFile, StopRequest, check_run_folder, save_config
 from training.schedule import scale_lr, warmup_cosine
 
 
@@ -272,3 +273,11 @@ def test_bfloat16_is_chosen_only_where_it_is_native(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_f": True, "avx512_bf16": False})
     assert not native_bfloat16("cpu")
     assert not native_bfloat16("mps")
+
+
+def test_cores_are_divided_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("training.machine.available_cores", lambda: 8)
+    for processes, cores in (("1", 8), ("3", 2), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert cores_per_process() == cores
+    assert available_cores() >= 1

@@ -1,0 +1,1 @@
+"""Side-by-side measurements; each prints a ratio from one run."""
