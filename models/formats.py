@@ -1,11 +1,23 @@
 """Weights in and out: between this project's models, timm and facebookresearch/mae."""
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import timm
+import torch
+from safetensors import SafetensorError, safe_open
+from timm.data.config import resolve_model_data_config
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from models.encoder import EncoderConfig, encoder_sizes
+from models.attention import Attention
+from models.encoder import ENCODER_PRESETS, EncoderConfig, encoder_sizes
 from models.mae import MaskedAutoencoder
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+"""What facebookresearch/mae normalises with; its files do not say so."""
 
 
 def from_facebook_mae(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -18,10 +30,14 @@ def from_facebook_mae(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """
 
     def renamed(name: str) -> str:
-        part = "decoder" if name.startswith(("decoder_", "mask_token")) else "encoder"
+        part = "decoder" if _is_decoder(name) else "encoder"
         return f"{part}.{name}"
 
     return {renamed(name): tensor for name, tensor in state.items()}
+
+
+def _is_decoder(name: str) -> bool:
+    return name.startswith(("decoder_", "mask_token"))
 
 
 def encoder_state(model: MaskedAutoencoder) -> dict[str, Tensor]:
@@ -43,3 +59,112 @@ def timm_model(config: EncoderConfig) -> tuple[str, dict[str, Any]]:
         "num_classes": 0,
     }
     return sizes.timm_name, arguments
+
+
+class PretrainedEncoder(NamedTuple):
+    """An encoder from anywhere, and what its input must be."""
+
+    model: VisionTransformer
+    """timm's, in eval mode, without a classifier head."""
+    img_size: tuple[int, int]
+    """(H, W) in pixels."""
+    in_chans: int
+    mean: tuple[float, ...]
+    """Per channel, in units of the 0..1 range."""
+    std: tuple[float, ...]
+    """Per channel, in the same units."""
+
+
+def load_encoder(source: str) -> PretrainedEncoder:
+    """Loads an encoder; every weight of it comes from the source, or the loading fails.
+
+    Args:
+        source: a run folder of this project, an exported `encoder.safetensors`, a checkpoint file (.pth) of
+            facebookresearch/mae, or the name of a timm vision transformer (whose weights timm downloads).
+
+    Raises:
+        ValueError: nothing like that is found, or the weights are not those of a vision transformer.
+    """
+    path = Path(source)
+    if (path / "encoder.safetensors").is_file():
+        return _load_export(path / "encoder.safetensors")
+    if path.is_dir():
+        raise ValueError(f"encoder {source}: the folder holds no encoder.safetensors; a run writes it at its end")
+    if path.suffix == ".safetensors" and path.is_file():
+        return _load_export(path)
+    if path.suffix in (".pth", ".pt") and path.is_file():
+        return _load_facebook_mae(path)
+    if timm.is_model(source):
+        return _load_timm(source)
+    raise ValueError(
+        f"encoder {source}: is no run folder, no encoder.safetensors, no .pth of facebookresearch/mae, and no model of timm"
+        + _similar(source)
+    )
+
+
+def _similar(source: str) -> str:
+    names = timm.list_models(f"*{Path(source).name}*")[:3] if "/" not in source else []
+    return f" (timm has {', '.join(names)})" if names else ""
+
+
+def _load_export(path: Path) -> PretrainedEncoder:
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads((file.metadata() or {})["encoder"])
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except KeyError:
+        raise ValueError(f"encoder {path}: is a safetensors file, but not an encoder that this project exported") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"encoder {path}: cannot be read, it may be cut off ({error})") from error
+    model = timm.create_model(record["timm_model"], **record["timm_arguments"], attn_layer=Attention)
+    size = tuple(record["timm_arguments"]["img_size"])
+    in_chans = record["timm_arguments"]["in_chans"]
+    return _filled(path, model, state, size, in_chans, tuple(record["mean"]), tuple(record["std"]))
+
+
+def _load_facebook_mae(path: Path) -> PretrainedEncoder:
+    """Sizes are read from the shapes of the weights: the files carry no description."""
+    content = torch.load(path, map_location="cpu", weights_only=True)
+    state = content.get("model", content)
+    if "patch_embed.proj.weight" not in state or "pos_embed" not in state:
+        raise ValueError(f"encoder {path}: does not hold the weights of a facebookresearch/mae model")
+    state = {name: tensor for name, tensor in state.items() if not _is_decoder(name)}
+    embed_dim, in_chans, patch_size, _ = state["patch_embed.proj.weight"].shape
+    preset = next((preset for preset in ENCODER_PRESETS.values() if preset.embed_dim == embed_dim), None)
+    if preset is None:
+        raise ValueError(f"encoder {path}: has the width {embed_dim}, which none of {', '.join(ENCODER_PRESETS)} has")
+    edge = round((state["pos_embed"].shape[1] - 1) ** 0.5) * patch_size
+    model = timm.create_model(
+        preset.timm_name, num_classes=0, img_size=edge, patch_size=patch_size, in_chans=in_chans,
+        depth=len({name.split(".")[1] for name in state if name.startswith("blocks.")}), attn_layer=Attention,
+    )  # fmt: skip
+    return _filled(path, model, state, (edge, edge), in_chans, IMAGENET_MEAN, IMAGENET_STD)
+
+
+def _load_timm(name: str) -> PretrainedEncoder:
+    try:
+        model = timm.create_model(name, pretrained=True, num_classes=0)
+    except (RuntimeError, OSError) as error:
+        raise ValueError(f"encoder {name}: timm cannot get its weights ({' '.join(str(error).split())[:200]})") from error
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"encoder {name}: is a {type(model).__name__}, not a vision transformer")
+    config = resolve_model_data_config(model)
+    channels, height, width = config["input_size"]
+    return PretrainedEncoder(model.eval(), (height, width), channels, tuple(config["mean"]), tuple(config["std"]))
+
+
+def _filled(
+    path: Path,
+    model: torch.nn.Module,
+    state: dict[str, Tensor],
+    img_size: tuple[int, ...],
+    in_chans: int,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> PretrainedEncoder:
+    assert isinstance(model, VisionTransformer)
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise ValueError(f"encoder {path}: its weights do not fit: {' '.join(str(error).split())[:400]}") from error
+    return PretrainedEncoder(model.eval(), (img_size[0], img_size[1]), in_chans, mean, std)

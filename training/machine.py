@@ -13,6 +13,12 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
+def best_device() -> torch.device:
+    """The accelerator (CUDA, MPS, ...) where there is one that works, else the CPU."""
+    device = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build names CUDA without a card, too
+    return torch.device("cpu") if device is None else device
+
+
 def native_bfloat16(device_type: str) -> bool:
     """Says whether a device multiplies bfloat16 matrices in hardware, rather than by way of float32."""
     if device_type == "cuda":

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 from training.checkpoint import replacing
 from training.cli import UserError, config_to_yaml, flat_config
-from training.machine import cores_per_process, native_bfloat16
+from training.machine import best_device, cores_per_process, native_bfloat16
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,10 @@ def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
     Raises:
         UserError: the launcher started several processes, but each believes that it is alone.
     """
-    use_cpu = config.device == "cpu" or not torch.accelerator.is_available()
-    device = torch.accelerator.current_accelerator()
-    device_type = "cpu" if use_cpu or device is None else device.type
+    device_type = "cpu" if config.device == "cpu" else best_device().type
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and native_bfloat16(device_type))
     accelerator = Accelerator(
-        cpu=use_cpu,
+        cpu=device_type == "cpu",
         mixed_precision="bf16" if bfloat16 else "no",
         log_with="tensorboard",
         project_dir=str(folder),

@@ -1,0 +1,1 @@
+"""Stage two: what an encoder knows, asked with labels."""

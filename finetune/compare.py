@@ -1,0 +1,156 @@
+"""What the probe scripts share: encoders side by side on one labelled data set, a table and a JSON file."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.digits import digits_shards
+from data.shards import NO_LABEL, ShardSet, open_shards
+from finetune.features import Features, extract_features, feature_cache
+from models.formats import PretrainedEncoder, load_encoder
+from training.checkpoint import replacing
+from training.cli import UserError
+from training.machine import best_device
+
+RANDOM_SUFFIX = " (random weights)"
+
+
+@dataclass(frozen=True)
+class ProbeData:
+    """Encoders to ask, labelled images to ask them with."""
+
+    encoders: tuple[str, ...]
+    """What to measure, one row of the table each: run folders, encoder.safetensors files, .pth files of facebookresearch/mae,
+    names of timm vision transformers."""
+    train: str
+    """Folder of labelled shards to learn from, or "digits"."""
+    test: str
+    """Folder of labelled shards to measure on, or "digits"."""
+    random_baseline: bool = False
+    """Measure each encoder with random weights too: what the architecture gives without any training."""
+    last_blocks: int = 1
+    """Features of this many last blocks are tried, at least 1."""
+    batch_size: int = 256
+    """Images encoded at once, at least 1."""
+    num_workers: int = 2
+    """Reader processes; 0 reads in this one."""
+    cache: bool = True
+    """Keep features on disk and use them again."""
+    seed: int = 0
+    """Seed of the random baseline, at least 0."""
+
+    def __post_init__(self) -> None:
+        if not self.encoders:
+            raise ValueError("encoders: name at least one")
+        if min(self.last_blocks, self.batch_size) < 1 or min(self.num_workers, self.seed) < 0:
+            raise ValueError("last_blocks and batch_size must be at least 1, num_workers and seed at least 0")
+
+
+@dataclass(frozen=True)
+class ProbedEncoder:
+    """One encoder's features of the training and the test set, on the device where probes are trained."""
+
+    name: str
+    train: Features
+    test: Features
+    num_classes: int
+
+
+def probed_encoders(config: ProbeData) -> Iterator[ProbedEncoder]:
+    """Encodes both data sets with one encoder after the other.
+
+    Raises:
+        UserError: an encoder cannot be loaded, or the labels of the two sets do not fit each other.
+        DataError: the data cannot be read.
+    """
+    train, test = open_labelled(config.train), open_labelled(config.test)
+    check_same_classes(train, test)
+    num_classes = int(max(train.labels.max(), test.labels.max())) + 1
+    device = best_device()
+    for source in config.encoders:
+        try:
+            encoder = load_encoder(source)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if config.last_blocks > len(encoder.model.blocks):
+            raise UserError(f"last_blocks {config.last_blocks}: {source} has only {len(encoder.model.blocks)} blocks")
+        variants = [(source, encoder)]
+        if config.random_baseline:
+            variants.append((source + RANDOM_SUFFIX, with_random_weights(encoder, config.seed)))
+        for name, variant in variants:
+            features = [
+                extract_features(
+                    variant, shards, config.last_blocks, device, config.batch_size, config.num_workers,
+                    feature_cache() if config.cache else None,
+                )
+                for shards in (train, test)
+            ]  # fmt: skip
+            yield ProbedEncoder(name, features[0], features[1], num_classes)
+
+
+def open_labelled(path: str) -> ShardSet:
+    """Opens a data set of which every sample must have a label."""
+    shards = open_shards(digits_shards() if path == "digits" else path)
+    unlabelled = int((shards.labels == NO_LABEL).sum())
+    if unlabelled:
+        raise UserError(
+            f"{path}: {unlabelled} of {len(shards)} samples have no label; a probe needs them all: "
+            "write the shards from class folders or from a table with the column label"
+        )
+    return shards
+
+
+def check_same_classes(train: ShardSet, test: ShardSet) -> None:
+    """Makes sure that label 3 of one set is label 3 of the other."""
+    ours, theirs = train.manifest.class_names, test.manifest.class_names
+    if ours and theirs and ours != theirs:
+        differing = next(
+            (number for number, names in enumerate(zip(ours, theirs, strict=False)) if names[0] != names[1]),
+            min(len(ours), len(theirs)),
+        )
+        name = [names[differing] if differing < len(names) else "nothing" for names in (ours, theirs)]
+        raise UserError(
+            f"classes of {train.root} and {test.root} differ: number {differing} is {name[0]} in the first, {name[1]} in the "
+            f"second ({len(ours)} and {len(theirs)} classes); write both sets of shards from the same classes"
+        )
+    strangers = set(test.labels.tolist()) - set(train.labels.tolist())
+    if strangers:
+        raise UserError(f"{test.root} has labels that {train.root} has no sample of: {sorted(strangers)[:10]}")
+
+
+def with_random_weights(encoder: PretrainedEncoder, seed: int) -> PretrainedEncoder:
+    """The same architecture, initialised anew as timm does; a fixed position table stays as it is."""
+    import copy
+
+    model = copy.deepcopy(encoder.model)
+    table = model.pos_embed.detach().clone() if isinstance(model.pos_embed, nn.Parameter) else None
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model.init_weights()
+    if table is not None and isinstance(model.pos_embed, nn.Parameter):
+        with torch.no_grad():
+            model.pos_embed.copy_(table)
+    return encoder._replace(model=model)
+
+
+def write_json(path: str, record: dict[str, Any]) -> None:
+    """Writes a result file, whole or not at all."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target) as temporary:
+            temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+
+
+def print_table(rows: list[dict[str, str]]) -> None:
+    """Prints rows of the same keys as aligned columns."""
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for row in [{key: key for key in rows[0]}, *rows]:
+        print("  ".join(f"{text:<{widths[key]}}" for key, text in row.items()).rstrip())
