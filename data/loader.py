@@ -3,6 +3,7 @@
 Shapes: B images per micro-batch of one process, C channels, H W pixels.
 """
 
+import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -189,6 +190,15 @@ def failures_as_values(batches: Iterable[Batch]) -> Iterator[Batch | WorkerFailu
         yield WorkerFailure(str(error))
 
 
+def leave_signals_to_parent(_worker: int) -> None:
+    """In a reader process: Ctrl-C and SIGTERM reach the whole process group, but only the training process decides on them.
+
+    It finishes its step first, for which it needs its readers; they end with it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class BatchLoader:
     """An iterable over this process's micro-batches, from a step to the end of the run, across epoch edges.
 
@@ -231,6 +241,7 @@ class BatchLoader:
             num_workers=config.num_workers,
             prefetch_factor=config.prefetch_batches if config.num_workers else None,
             pin_memory=pin_memory,
+            worker_init_fn=leave_signals_to_parent,
         )
 
     def __len__(self) -> int:
@@ -263,5 +274,7 @@ def preview_images(shards: ShardSet, img_size: tuple[int, int], num_channels: in
                 continue  # a picture can do without; the run itself counts and names it
             images.append(center_crop_resized(image, img_size))
     if not images:
-        raise DataError(f"none of {count} samples spread over {shards.root} can be read as {num_channels}-channel images")
+        measured = shards.manifest.num_channels
+        hint = "" if measured in (None, num_channels) else f"; its images have {measured}: set --model.in_chans {measured}"
+        raise DataError(f"none of {count} samples spread over {shards.root} can be read as {num_channels}-channel images{hint}")
     return torch.stack(images)

@@ -195,6 +195,28 @@ class ShardSet:
         return Location(shard_number, offset, size, label)
 
 
+def describe_manifest(folder: Path, manifest: Manifest) -> list[str]:
+    """Says what a data set holds, one fact a line, and last the command that trains on it."""
+    num_bytes = sum(shard.num_bytes for shard in manifest.shards)
+    lines = [
+        f"{folder}: {manifest.num_samples:,} samples in {len(manifest.shards)} shard(s), {num_bytes / 2**20:.1f} MiB, "
+        f"{len(manifest.class_names) or 'no'} class names"
+    ]
+    channels = manifest.num_channels
+    if channels is None:
+        lines.append(
+            "warning: the images have different numbers of channels, or none could be measured; training replaces those that "
+            "do not fit --model.in_chans by others, and says so"
+        )
+    else:
+        order = "" if channels in (1, 3) else " (arrays are taken as height x width x channels)"
+        statistics = [", ".join(f"{value:.4g}" for value in values) for values in (manifest.mean, manifest.std)]
+        lines.append(f"{channels} channel(s){order}, mean {statistics[0]}, std {statistics[1]}")
+    in_chans = "" if channels in (None, 3) else f" --model.in_chans {channels}"
+    lines.append(f"next: accelerate launch pretrain/main.py --data.train {folder}{in_chans} --output_dir runs/{folder.name}")
+    return lines
+
+
 def open_shards(path: str | Path) -> ShardSet:
     """Opens a data set and checks what can be checked without reading it: that all files are there, with their sizes.
 
@@ -260,6 +282,10 @@ def _check_index(shards: ShardSet) -> None:
             f"{shards.root / INDEX_NAME} has {index.shape} rows of {index.dtype}, which does not fit the manifest's "
             f"{len(shards)} samples; {remedy}"
         )
+    num_bytes = np.array([info.num_bytes for info in shards.manifest.shards], dtype=np.uint64)
+    limits = np.repeat(num_bytes, np.diff(shards.first_sample))
+    if (index["size"] > limits).any() or (index["offset"] > limits - index["size"]).any():
+        raise DataError(f"{shards.root / INDEX_NAME} points outside its shards; {remedy}")
 
 
 # --------------------------------------------------------------------------------------------------------------------

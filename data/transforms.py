@@ -3,6 +3,7 @@
 Shapes: B batch, C channels, H W pixels.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -24,17 +25,20 @@ class Normalization(NamedTuple):
 
     def apply(self, images: Tensor) -> Tensor:
         """Turns (B, C, H, W) uint8 into float32 of mean 0 and standard deviation 1, on the images' device."""
-        mean, std = self._tensors(images.device)
+        mean, std = _on_device(self, images.device)
         return (images.to(torch.float32) - mean * 255.0) / (std * 255.0)
 
     def invert(self, images: Tensor) -> Tensor:
         """Turns normalised (B, C, H, W) back into uint8, clipped to 0..255."""
-        mean, std = self._tensors(images.device)
+        mean, std = _on_device(self, images.device)
         return ((images * std + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
-    def _tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in self)
-        return mean, std
+
+@functools.lru_cache(maxsize=8)
+def _on_device(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and std as (1, C, 1, 1), copied to the device once: a copy makes the host wait for the device."""
+    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in normalization)
+    return mean, std
 
 
 def default_normalization(num_channels: int, measured: tuple[tuple[float, ...], tuple[float, ...]]) -> Normalization:

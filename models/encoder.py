@@ -101,7 +101,7 @@ class Encoder(VisionTransformer):
         pos_embed: PositionKind = "sincos_2d",
         drop_path_rate: float = 0.0,
     ) -> None:
-        _check_sizes(img_size, patch_size, in_chans, embed_dim, depth, num_heads)
+        _check_sizes(img_size, patch_size, in_chans, embed_dim, depth, num_heads, mlp_ratio)
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -156,8 +156,10 @@ class Encoder(VisionTransformer):
     def embed_patches(self, patches: Tensor) -> Tensor:
         """The patch convolution as one matrix product: (B, K, P) -> (B, K, D)."""
         projection = self.patch_embed.proj
-        weight = projection.weight.permute(0, 2, 3, 1).flatten(1)  # (D, C, p, q) -> (D, P) in (p, q, C) order
-        return F.linear(patches, weight, projection.bias)
+        # The patches are put into the weight's order (C, p, q), not the weight into theirs: its gradient then has the strides
+        # that DistributedDataParallel expects, and the images need none.
+        pixels = patches.unflatten(-1, (self.patch_size**2, self.in_chans))
+        return F.linear(pixels.transpose(-1, -2).flatten(-2), projection.weight.flatten(1), projection.bias)
 
     def patchify(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, P); ValueError where the images are not of the encoder's size."""
@@ -209,12 +211,16 @@ def init_module_weights(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _check_sizes(img_size: tuple[int, int], patch_size: int, in_chans: int, embed_dim: int, depth: int, num_heads: int) -> None:
+def _check_sizes(
+    img_size: tuple[int, int], patch_size: int, in_chans: int, embed_dim: int, depth: int, num_heads: int, mlp_ratio: float
+) -> None:
     sizes = {"img_size": min(img_size), "patch_size": patch_size, "in_chans": in_chans}
     sizes |= {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
+    if int(embed_dim * mlp_ratio) < 1:
+        raise ValueError(f"mlp_ratio must be above 0, not {mlp_ratio}")
     if img_size[0] % patch_size or img_size[1] % patch_size:
         fits = [size for size in range(2, min(img_size) + 1) if img_size[0] % size == 0 and img_size[1] % size == 0]
         raise ValueError(

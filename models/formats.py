@@ -1,6 +1,7 @@
 """Weights in and out: between this project's models, timm and facebookresearch/mae."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +125,10 @@ def _load_export(path: Path) -> PretrainedEncoder:
 
 def _load_facebook_mae(path: Path) -> PretrainedEncoder:
     """Sizes are read from the shapes of the weights: the files carry no description."""
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)  # runs no code that the file may hold
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"encoder {path}: cannot be read ({' '.join(str(error).split())[:200]})") from error
     state = content.get("model", content)
     if "patch_embed.proj.weight" not in state or "pos_embed" not in state:
         raise ValueError(f"encoder {path}: does not hold the weights of a facebookresearch/mae model")

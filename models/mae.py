@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from models.decoder import Decoder
 from models.encoder import Encoder, EncoderConfig, EncoderName, build_encoder, vector_parameters
-from models.masking import num_kept, split_by_noise
+from models.masking import is_hidden, num_kept, split_by_noise
 from models.patches import take_rows, unpatchify
 
 NORM_PIX_EPS = 1e-6
@@ -141,7 +141,7 @@ class MaskedAutoencoder(nn.Module):
             pred = pred * (variance + NORM_PIX_EPS).sqrt() + mean
         where = output.ids_hidden.unsqueeze(-1).expand_as(pred)
         restored = patches.scatter(1, where, pred)
-        hidden = torch.zeros_like(noise, dtype=torch.bool).scatter(1, output.ids_hidden, True)
+        hidden = is_hidden(output.ids_hidden, self.encoder.num_patches)
         return unpatchify(restored, self.encoder.patch_size, self.encoder.grid_size), hidden
 
     def no_weight_decay(self) -> set[str]:

@@ -1,5 +1,6 @@
 """The configuration of a pretraining run, and what is derived from it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,13 @@ MAY_CHANGE_ON_RESUME = (
     "data.batch_size_per_process",  # the global batch must stay the same, and is checked
     "optim.accum_steps",
 )
-"""Settings (dotted names, or their beginnings) that may differ when a run is continued: none changes what is learnt."""
+"""Settings that may differ when a run is continued: none changes what is learnt."""
+
+DEFAULT_WARMUP = 1 / 20
+"""Share of a run that is warm-up where nothing is said: the paper's 40 of 800 epochs."""
+
+CHANGES_THE_RUN = ("optim.base_lr", "optim.clip_grad_norm", "run.dtype")
+"""Settings that may be changed too, to save a run that has become unstable; it then says so."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,10 @@ class PretrainConfig:
     """How the run is carried out."""
 
     def __post_init__(self) -> None:
-        if self.epochs <= 0:
-            raise ValueError(f"epochs must be above 0, not {self.epochs}")
+        if not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be above 0 and finite, not {self.epochs}")
+        if not self.output_dir:
+            raise ValueError("output_dir is empty: name a folder")
         if self.num_steps is not None and self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
 
@@ -89,6 +98,8 @@ def plan_horizon(config: PretrainConfig, num_samples: int, global_batch_size: in
         UserError: the warm-up is not shorter than the run.
     """
     num_steps = config.num_steps or num_steps_for_epochs(config.epochs, num_samples, global_batch_size)
+    if config.optim.warmup_epochs is None:
+        return Horizon(num_steps, DEFAULT_WARMUP * num_steps)
     warmup_steps = config.optim.warmup_epochs * num_samples / global_batch_size
     if warmup_steps >= num_steps:
         run_epochs = num_steps * global_batch_size / num_samples

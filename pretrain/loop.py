@@ -1,16 +1,17 @@
 """The pretraining loop."""
 
 import contextlib
-import time
+import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch import Tensor, nn
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from data.digits import digits_shards
@@ -20,15 +21,15 @@ from data.stream import BatchPlan, SampleOrder
 from data.transforms import Normalization
 from models.mae import MaskedAutoencoder, build_mae
 from models.masking import seeded_noise
-from pretrain.config import MAY_CHANGE_ON_RESUME, Horizon, PretrainConfig, plan_horizon
+from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, Horizon, PretrainConfig, plan_horizon
 from pretrain.pictures import reconstruction_sheet, reconstruction_triples, sheet_note
 from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import checkpoint_path, newest_checkpoint, replacing, restore, save_checkpoint
 from training.cli import UserError, flat_config
-from training.machine import memory_mib
+from training.log import RunLog
 from training.meters import Meters, WaitClock
 from training.optim import build_adamw, set_lr
-from training.run import MetricsFile, StopRequest, build_accelerator, check_run_folder, save_config
+from training.run import StopRequest, build_accelerator, check_run_folder, lock_run_folder, save_config
 from training.schedule import scale_lr, warmup_cosine
 
 NUM_PREVIEW_IMAGES = 8
@@ -53,6 +54,8 @@ class Pretraining:
     start_step: int
     preview: Tensor
     """(b, C, H, W) uint8 on the device: what pictures are made of."""
+    lock: AbstractContextManager[object]
+    """Keeps the run folder to this run until it is left."""
 
 
 def set_up(config: PretrainConfig) -> Pretraining:
@@ -62,7 +65,7 @@ def set_up(config: PretrainConfig) -> Pretraining:
         UserError, DataError: settings, data or run folder do not fit.
     """
     folder = Path(config.output_dir)
-    check_run_folder(folder, config, config.resume, MAY_CHANGE_ON_RESUME)
+    check_run_folder(folder, config, config.resume, (*MAY_CHANGE_ON_RESUME, *CHANGES_THE_RUN))
     accelerator = build_accelerator(config.run, folder)
     try:
         model = build_mae(config.model)
@@ -84,16 +87,18 @@ def set_up(config: PretrainConfig) -> Pretraining:
     optimizer = build_adamw(model, config.optim)
     start_step = 0
     if config.resume == "auto":
-        start_step = resume(folder / "checkpoints", identity(config, shards, plan), model, optimizer)
+        start_step = resume(folder / "checkpoints", identity(config, shards, plan, accelerator), model, optimizer, accelerator)
     if config.run.compile:
         model.compile()  # in place: parameter names stay as they are
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes to it
-    if accelerator.is_main_process and start_step == 0:
+    lock: AbstractContextManager[object] = contextlib.nullcontext()
+    if accelerator.is_main_process:
+        lock = lock_run_folder(folder)
         save_config(folder, config)
     return Pretraining(
         config, folder, accelerator, shards, normalization, model, wrapped, cast(torch.optim.Optimizer, optimizer),
-        plan, horizon, start_step, preview.to(accelerator.device),
+        plan, horizon, start_step, preview.to(accelerator.device), lock,
     )  # fmt: skip
 
 
@@ -104,13 +109,31 @@ def open_training_shards(train: str) -> ShardSet:
     return open_shards(digits_shards() if train == "digits" else train)
 
 
-def identity(config: PretrainConfig, shards: ShardSet, plan: BatchPlan) -> dict[str, object]:
-    """What a checkpoint records of its run: the config, and what must agree for the run to be continued."""
-    return flat_config(config) | {"manifest_hash": shards.manifest.hash, "global_batch_size": plan.global_batch_size}
+def identity(config: PretrainConfig, shards: ShardSet, plan: BatchPlan, accelerator: Accelerator) -> dict[str, object]:
+    """What a checkpoint records of its run: the config, and what a config does not say."""
+    return flat_config(config) | {
+        "manifest_hash": shards.manifest.hash,
+        "global_batch_size": plan.global_batch_size,
+        "dtype": compute_dtype(accelerator),
+    }
 
 
-def resume(folder: Path, now: dict[str, object], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restores the newest valid checkpoint of a run.
+def compute_dtype(accelerator: Accelerator) -> str:
+    """Type of the matrix products of a run."""
+    return "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
+
+
+def resume(
+    folder: Path, now: dict[str, object], model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
+) -> int:
+    """Restores the newest valid checkpoint of a run; damaged ones after it are set aside under another name.
+
+    Args:
+        folder: of the checkpoints.
+        now: identity of the run as it is started now.
+        model: without any wrapper.
+        optimizer: over the model's parameters.
+        accelerator: of the run.
 
     Returns:
         The number of steps done; 0 where there is no checkpoint.
@@ -119,11 +142,17 @@ def resume(folder: Path, now: dict[str, object], model: nn.Module, optimizer: to
         UserError: the data or the global batch size is another than in the checkpoint.
     """
     checkpoint, complaints = newest_checkpoint(folder)
-    for complaint in complaints:
-        tqdm.write(f"warning: {complaint}; an earlier checkpoint is used")
+    accelerator.wait_for_everyone()  # all have looked, before the first process renames anything
+    for path, complaint in complaints.items():
+        if accelerator.is_main_process:
+            path.rename(path.with_suffix(".damaged"))
+            tqdm.write(f"warning: {complaint}; set aside as {path.stem}.damaged, an earlier checkpoint is used")
     if checkpoint is None:
         return 0
     was = checkpoint.config
+    changed = [f"{key} {was.get(key)} -> {now[key]}" for key in (*CHANGES_THE_RUN, "dtype") if was.get(key) != now[key]]
+    if changed and accelerator.is_main_process:
+        tqdm.write(f"warning: the run goes on, but not as an uninterrupted one would: {', '.join(changed)}")
     if was["manifest_hash"] != now["manifest_hash"]:
         raise UserError(
             f"{checkpoint.path}: was trained on other data ({was['data.train']}) than {now['data.train']} holds now; "
@@ -151,11 +180,12 @@ def train(run: Pretraining) -> int:
     """
     config, accelerator, horizon = run.config, run.accelerator, run.horizon
     if accelerator.is_main_process:
-        describe = describe_run(
-            config, run.shards, run.model, horizon, run.plan.global_batch_size, accelerator.num_processes,
-            accelerator.device, "bfloat16" if accelerator.mixed_precision == "bf16" else "float32",
+        tqdm.write(
+            describe_run(
+                config, run.shards, run.model, horizon, run.plan.global_batch_size, accelerator.num_processes,
+                accelerator.device, compute_dtype(accelerator),
+            )
         )  # fmt: skip
-        tqdm.write(describe)
         if run.start_step:
             tqdm.write(f"  resume  {checkpoint_path(run.folder / 'checkpoints', run.start_step)}")
     order = SampleOrder(run.shards.first_sample, config.run.seed, config.data.shuffle_window)
@@ -166,36 +196,57 @@ def train(run: Pretraining) -> int:
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
     clock, meters = WaitClock(), Meters()
     batches = clock.watch(iter(loader))
-    log = RunLog(run, clock)
-    step = run.start_step
+    log = RunLog(accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock)
+    step, stopped = run.start_step, False
     with StopRequest() as stop, log:
-        for step in range(run.start_step + 1, horizon.num_steps + 1):
-            lr = warmup_cosine(step - 1, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
+        while step < horizon.num_steps and not stopped:
+            lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
             set_lr(run.optimizer, lr)
             train_step(run, batches, meters, log.faults)
+            step += 1
 
-            is_last = step == horizon.num_steps
-            if step % config.run.log_every_steps == 0 or is_last:
-                # Processes may notice a signal at different steps: they agree where they meet anyway.
-                meters.update(stop=torch.tensor(float(stop.signal is not None), device=accelerator.device))
-                means = meters.take(lambda tensor: cast(Tensor, accelerator.reduce(tensor, "mean")))
-                stop_agreed = means.pop("stop") > 0
-                log.write(step, lr, means)
-            else:
-                stop_agreed = accelerator.num_processes == 1 and stop.signal is not None
+            stopped = stop.agreed()
+            saves = stopped or step == horizon.num_steps or step % config.run.save_every_steps == 0
+            if saves or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
+                write_log(run, log, step, lr, meters)
             pictures = config.run.picture_every_steps
-            if pictures and step % pictures == 0 and not is_last:
-                log.picture(step)
-            if step % config.run.save_every_steps == 0 or stop_agreed or is_last:
+            is_due = step == horizon.num_steps or (pictures and step % pictures == 0)
+            if is_due and accelerator.is_main_process:
+                log.add_picture("reconstruction", preview_sheet(run, step), step)
+            if saves:
                 save(run, step)
-            if stop_agreed and not is_last:
-                break
     if step == horizon.num_steps:
         finish(run)
         return 0
     if accelerator.is_main_process:
         tqdm.write(f"stopped after step {step}; the same command with --resume auto goes on from there")
     return stop.exit_status or 1
+
+
+def write_log(run: Pretraining, log: RunLog, step: int, lr: float, meters: Meters) -> None:
+    """Writes the entry of a log interval.
+
+    Raises:
+        UserError: the loss or the gradient is not finite.
+    """
+    means = meters.take(lambda tensor: cast(Tensor, run.accelerator.reduce(tensor, "mean")))
+    loss, baseline, grad_norm = means["loss"], means["baseline_loss"], means["grad_norm"]
+    explained = 1.0 - loss / baseline if baseline > 0 else 0.0
+    values = {
+        "loss": loss,
+        "explained": explained,
+        "lr": lr,
+        "grad_norm": grad_norm,
+        "epoch": step * run.plan.global_batch_size / len(run.shards),
+    }
+    first = log.last_step + 1
+    log.write(step, values, headline=f"loss {loss:.4f}, explained {explained:.1%}")
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise UserError(
+            f"loss {loss} or gradient norm {grad_norm} is not finite between steps {first} and {step}; nothing of it was "
+            "saved. Go on from the last checkpoint with --resume auto and a lower --optim.base_lr, --optim.clip_grad_norm 1, "
+            "or --run.dtype float32"
+        )
 
 
 def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, faults: list[str]) -> None:
@@ -220,108 +271,19 @@ def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, fault
     meters.update(grad_norm=cast(Tensor, norm))
 
 
-class RunLog:
-    """Progress bar, TensorBoard, metrics.jsonl and pictures of a run; on all but the first process it does nothing.
-
-    Args:
-        run: the run.
-        clock: measures the waiting for data.
-    """
-
-    def __init__(self, run: Pretraining, clock: WaitClock) -> None:
-        self.run = run
-        self.clock = clock
-        self.faults: list[str] = []
-        """Unreadable samples of this process since the last entry."""
-        self.num_faults = 0
-        self._last_step = run.start_step
-        self._last_time = time.perf_counter()
-
-    def __enter__(self) -> "RunLog":
-        run = self.run
-        run.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": run.start_step + 1}})
-        if run.accelerator.is_main_process:
-            self.metrics = MetricsFile(run.folder / "metrics.jsonl", run.start_step)
-        self.bar = tqdm(
-            total=run.horizon.num_steps, initial=run.start_step, unit="step", dynamic_ncols=True,
-            disable=not run.accelerator.is_main_process,
-        )  # fmt: skip
-        self._last_time = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-        if self.run.accelerator.is_main_process:
-            self.metrics.close()
-        self.run.accelerator.end_training()
-
-    def write(self, step: int, lr: float, means: dict[str, float]) -> None:
-        """Writes one entry.
-
-        Raises:
-            UserError: the loss or the gradient is not finite.
-        """
-        run, now = self.run, time.perf_counter()
-        elapsed_s = now - self._last_time
-        images = (step - self._last_step) * run.plan.global_batch_size
-        values = {
-            "loss": means["loss"],
-            "explained": 1.0 - means["loss"] / means["baseline_loss"] if means["baseline_loss"] > 0 else 0.0,
-            "lr": lr,
-            "grad_norm": means["grad_norm"],
-            "images_per_s": images / elapsed_s,
-            "data_wait": self.clock.waited_s / elapsed_s,
-            "memory_mib": memory_mib(run.accelerator.device),
-            "epoch": step * run.plan.global_batch_size / len(run.shards),
-        }
-        self._report_faults()
-        if run.accelerator.is_main_process:
-            self.metrics.write({"step": step, **values})
-            self.bar.update(step - self._last_step)
-            self.bar.set_postfix_str(
-                f"loss {values['loss']:.4f}, explained {values['explained']:.1%}, "
-                f"{values['images_per_s']:.0f} images/s, data wait {values['data_wait']:.0%}"
-            )
-        run.accelerator.log(values, step=step)
-        if not torch.isfinite(torch.tensor([means["loss"], means["grad_norm"]])).all():
-            raise UserError(
-                f"loss {means['loss']} and gradient norm {means['grad_norm']} between steps {self._last_step + 1} and {step}: "
-                "not finite. Continue from the last checkpoint with a lower --optim.base_lr, --optim.clip_grad_norm 1 or "
-                "--run.dtype float32"
-            )
-        self._last_step, self._last_time, self.clock.waited_s = step, time.perf_counter(), 0.0
-
-    def _report_faults(self) -> None:
-        if not self.faults:
-            return
-        self.num_faults += len(self.faults)
-        tqdm.write(
-            f"warning: {len(self.faults)} unreadable samples replaced by their neighbours ({self.num_faults} so far on process "
-            f"{self.run.accelerator.process_index}); the first: {self.faults[0]}"
-        )
-        self.faults.clear()
-
-    def picture(self, step: int) -> None:
-        """Shows in TensorBoard how the preview images are restored."""
-        if self.run.accelerator.is_main_process:
-            writer = cast(SummaryWriter, self.run.accelerator.get_tracker("tensorboard", unwrap=True))
-            # One picture an image: input, visible and restored side by side.
-            wide = torch.cat(preview_triples(self.run).unbind(1), dim=-1)  # (b, 3, H, 3 * W)
-            writer.add_images("reconstruction", wide, global_step=step)
-
-
-def preview_triples(run: Pretraining) -> Tensor:
-    """The preview images as triples, always under the same masks, so that pictures of one run can be compared."""
+def preview_sheet(run: Pretraining, step: int) -> Image.Image:
+    """Shows the preview images restored, always under the same masks, so that the pictures of a run can be compared."""
     seeds = torch.arange(len(run.preview), device=run.preview.device)
     noise = seeded_noise(seeds, run.model.encoder.num_patches)
     with run.accelerator.autocast():
-        return reconstruction_triples(run.model, run.preview, noise, run.normalization)
+        triples = reconstruction_triples(run.model, run.preview, noise, run.normalization)
+    return reconstruction_sheet(triples, sheet_note(run.model, step))
 
 
 def save(run: Pretraining, step: int) -> None:
     """Writes a checkpoint on the first process."""
     if run.accelerator.is_main_process:
-        config = identity(run.config, run.shards, run.plan)
+        config = identity(run.config, run.shards, run.plan, run.accelerator)
         save_checkpoint(run.folder / "checkpoints", step, config, run.model, run.optimizer, run.config.run.keep_checkpoints)
 
 
@@ -330,7 +292,6 @@ def finish(run: Pretraining) -> None:
     if not run.accelerator.is_main_process:
         return
     export_encoder(run.folder, run.model, run.config.model, run.normalization)
-    sheet = reconstruction_sheet(preview_triples(run), sheet_note(run.model, run.horizon.num_steps))
     with replacing(run.folder / "reconstruction.png") as temporary:
-        sheet.save(temporary, format="PNG")
-    tqdm.write(next_commands(run.folder, run.config.model))
+        preview_sheet(run, run.horizon.num_steps).save(temporary, format="PNG")
+    tqdm.write(next_commands(run.folder))

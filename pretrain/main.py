@@ -12,7 +12,7 @@ def main() -> int:
     config = parse_args(PretrainConfig, with_default_data(sys.argv[1:]))
     with user_errors():
         run = set_up(config)
-    with user_errors(every_process=True):
+    with user_errors(every_process=True), run.lock:
         return train(run)
 
 

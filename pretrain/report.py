@@ -84,16 +84,17 @@ def export_encoder(folder: Path, model: MaskedAutoencoder, config: MAEConfig, no
         temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def next_commands(folder: Path, config: MAEConfig) -> str:
+def next_commands(folder: Path) -> str:
     """What a person can type after a run."""
-    name, arguments = timm_model(config)
-    keywords = ", ".join(f"{key}={value}" for key, value in arguments.items())
     return "\n".join(
         [
             f"see the pictures and curves:  tensorboard --logdir {folder}",
             f"look at what was learnt:      {folder / 'reconstruction.png'}",
             "use the encoder in Python:",
-            f'  model = timm.create_model("{name}", {keywords},',
-            f'                            checkpoint_path="{folder / "encoder.safetensors"}")',
+            "  import json, pathlib, timm",
+            f'  how = json.loads(pathlib.Path("{folder / "encoder.json"}").read_text())  # with mean and std for its input',
+            f'  model = timm.create_model(how["timm_model"], checkpoint_path="{folder / "encoder.safetensors"}",',
+            '                            **how["timm_arguments"])',
+            "  features = model.eval().forward_features(images)",
         ]
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import tyro
 
 from data.errors import DataError
+from data.shards import describe_manifest
 from data.writer import index_tars
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
@@ -38,12 +39,7 @@ def main() -> None:
         folder = paths[0].parent
         class_names = read_class_names(config.class_names) if config.class_names else ()
         manifest = index_tars(paths, folder, class_names=class_names, num_workers=config.num_workers, progress=True)
-        print(
-            f"{folder}: {manifest.num_samples} samples, {len(manifest.class_names) or 'no'} class names, "
-            f"{len(manifest.shards)} shards\n"
-            f"channels {manifest.num_channels}, mean {manifest.mean}, std {manifest.std}\n"
-            f"next: accelerate launch pretrain/main.py --data.train {folder}"
-        )
+        print("\n".join(describe_manifest(folder, manifest)))
 
 
 def find_tars(given: tuple[Path, ...]) -> list[Path]:

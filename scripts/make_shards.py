@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.errors import DataError
+from data.shards import describe_manifest
 from data.writer import ImageList, WriteResult, list_images, write_shards
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
@@ -62,24 +63,17 @@ def main() -> None:
 
 def summarize(output: Path, images: ImageList, result: WriteResult) -> str:
     """Returns what was made, one fact a line, and the command that uses it."""
-    manifest = result.manifest
-    num_bytes = sum(shard.num_bytes for shard in manifest.shards)
-    lines = [
-        f"{output}: {manifest.num_samples} samples, {len(manifest.class_names) or 'no'} classes, "
-        f"{len(manifest.shards)} shards, {num_bytes / 2**20:.1f} MiB",
-        f"channels {manifest.num_channels}, mean {manifest.mean}, std {manifest.std}",
-    ]
+    *lines, command = describe_manifest(output, result.manifest)
     if images.num_ignored:
-        lines.append(f"ignored {images.num_ignored} files that are not images by their suffix")
+        lines.append(f"ignored {images.num_ignored} file(s) that are not images by their suffix")
     if result.unreadable:
         causes = Counter(bad.cause for bad in result.unreadable)
         counts = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
-        lines.append(f"left out {len(result.unreadable)} unreadable images: {counts}")
+        lines.append(f"left out {len(result.unreadable)} unreadable image(s): {counts}")
         lines += [f"  {bad.name}: {bad.reason}" for bad in result.unreadable[:NUM_NAMED]]
         if len(result.unreadable) > NUM_NAMED:
             lines.append(f"  and {len(result.unreadable) - NUM_NAMED} more")
-    lines.append(f"next: accelerate launch pretrain/main.py --data.train {output}")
-    return "\n".join(lines)
+    return "\n".join([*lines, command])
 
 
 if __name__ == "__main__":

@@ -70,9 +70,15 @@ def save_checkpoint(
             save_file(tensors, temporary, metadata={"checkpoint": json.dumps(record)})
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write the checkpoint {path}: {error}; earlier checkpoints are intact") from error
-    for old in sorted(folder.glob(_PATTERN))[:-keep]:
-        old.unlink()
+    _tidy(folder, path, keep)
     return path
+
+
+def _tidy(folder: Path, newest: Path, keep: int) -> None:
+    """Deletes checkpoints older than the newest `keep`, and what interrupted writes left behind; never a later one."""
+    older = sorted(path for path in folder.glob(_PATTERN) if path.name <= newest.name)
+    for path in [*older[:-keep], *folder.glob(f".{_PATTERN}.*.tmp")]:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -115,36 +121,37 @@ def read_checkpoint(path: Path) -> Checkpoint:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read as a checkpoint, it may be cut off ({error})") from error
-    except KeyError:
+    except (KeyError, json.JSONDecodeError):
         raise UserError(f"{path}: is a safetensors file, but not a checkpoint of this program") from None
-    if record["version"] > FORMAT_VERSION:
+    version = record.get("version", 0)
+    if version > FORMAT_VERSION:
         raise UserError(
-            f"{path}: has format {record['version']}, this program reads up to {FORMAT_VERSION}: "
+            f"{path}: has format {version}, this program reads up to {FORMAT_VERSION}: "
             "continue with the newer version of the program that wrote it"
         )
-    if _hash(tensors) != record["hash"]:
+    if record.get("hash") != _hash(tensors):
         raise UserError(f"{path}: is damaged, its content does not match its hash")
     return Checkpoint(path, record["step"], record["config"], tensors)
 
 
-def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Finds the newest valid checkpoint.
 
     Returns:
-        The checkpoint (None where the folder has none), and one message for each newer one that had to be passed over.
+        The checkpoint (None where the folder has none), and what is wrong with each newer one that had to be passed over.
 
     Raises:
         UserError: there are checkpoints, but none is valid.
     """
-    complaints: list[str] = []
+    complaints: dict[Path, str] = {}
     for path in sorted(folder.glob(_PATTERN), reverse=True):
         try:
             return read_checkpoint(path), complaints
         except UserError as error:
-            complaints.append(str(error))
+            complaints[path] = str(error)
     if complaints:
-        raise UserError(f"no valid checkpoint in {folder}: {'; '.join(complaints)}")
-    return None, []
+        raise UserError(f"no valid checkpoint in {folder}: {'; '.join(complaints.values())}")
+    return None, {}
 
 
 def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

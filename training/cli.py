@@ -3,6 +3,9 @@
 import argparse
 import contextlib
 import dataclasses
+import difflib
+import errno
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +20,9 @@ from data.errors import DataError
 Config = TypeVar("Config")
 
 EXIT_USER_ERROR = 2
+
+_MENDABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+"""Failures of the file system that are the user's to mend: full disk, quota, read-only, no permission."""
 
 
 class UserError(ValueError):
@@ -41,7 +47,8 @@ def parse_args(config_type: type[Config], argv: Sequence[str] | None = None, pro
     argv = list(sys.argv[1:] if argv is None else argv)
     prog = prog or Path(sys.argv[0]).name
     if "-h" in argv or "--help" in argv:
-        return _tyro(config_type, ["--help"], prog)
+        about = f"{inspect.getdoc(config_type)}\n\n--config FILE.yaml reads settings from a file; flags win over it."
+        return _tyro(config_type, ["--help"], prog, description=about)
     peeler = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     peeler.add_argument("--config", type=Path, default=None)
     with user_errors():
@@ -49,44 +56,84 @@ def parse_args(config_type: type[Config], argv: Sequence[str] | None = None, pro
             known, flags = peeler.parse_known_args(argv)
         except SystemExit:
             raise UserError("--config needs the path of a YAML file") from None
-        file_flags = _yaml_flags(known.config) if known.config else []
+        file_flags = _yaml_flags(known.config, config_type) if known.config else []
     default = _tyro(config_type, file_flags, str(known.config)) if known.config else None
     return _tyro(config_type, flags, prog, default)
 
 
-def _tyro(config_type: type[Config], args: list[str], prog: str, default: Config | None = None) -> Config:
+def _tyro(
+    config_type: type[Config], args: list[str], prog: str, default: Config | None = None, description: str | None = None
+) -> Config:
     return tyro.cli(  # pyright: ignore[reportReturnType] (tyro gives the type of `default` too, which is Config or None)
         config_type,
         args=args,
         prog=prog,
         default=default,
+        description=description,
         config=(tyro.conf.FlagConversionOff,),  # `--compile True`: booleans in YAML need no special case
         use_underscores=True,
         console_outputs=is_main_process(),
     )
 
 
-def _yaml_flags(path: Path) -> list[str]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Reads a YAML file of keys and values; an empty file has none.
+
+    Raises:
+        UserError: the file cannot be read, is not YAML, or holds something else.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--config {path}: cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--config {path}: is not YAML: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
-        return []
+        return {}
     if not isinstance(content, dict):
-        raise UserError(f"--config {path}: expected keys and values, found a {type(content).__name__}")
-    return list(_flatten(content, prefix="--"))
+        raise UserError(f"{path}: expected keys and values, found a {type(content).__name__}")
+    return content
 
 
-def _flatten(section: dict[str, Any], prefix: str) -> Iterator[str]:
+def flatten(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots: {"model": {"depth": 12}} -> {"model.depth": 12}."""
+    flat: dict[str, Any] = {}
     for key, value in section.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{key}.")
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _yaml_flags(path: Path, config_type: type) -> list[str]:
+    sections = {entry.name for entry in dataclasses.fields(config_type) if dataclasses.is_dataclass(entry.default_factory)}
+    # A section of which every key is commented out is None to YAML.
+    content = {key: value for key, value in read_yaml(path).items() if not (value is None and key in sections)}
+    flags: list[str] = []
+    known = _field_names(config_type)
+    for key, value in flatten(content).items():
+        if key not in known:
+            raise UserError(f"{path}: unknown key {key}{_suggestion(key, known)}")
+        flags += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return flags
+
+
+def _field_names(config_type: type, prefix: str = "") -> list[str]:
+    """Dotted names of all settings of a config class."""
+    names: list[str] = []
+    for entry in dataclasses.fields(config_type):
+        section = entry.default_factory
+        if isinstance(section, type) and dataclasses.is_dataclass(section):
+            names += _field_names(section, f"{prefix}{entry.name}.")
         else:
-            yield f"{prefix}{key}"
-            yield from map(str, value if isinstance(value, list) else [value])
+            names.append(prefix + entry.name)
+    return names
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    """The name that a mistyped key may stand for: one with the same last part, or one alike."""
+    last = key.rsplit(".", 1)[-1]
+    same_end = [name for name in known if name.rsplit(".", 1)[-1] == last]
+    alike = (same_end or difflib.get_close_matches(key, known, n=1))[:1]
+    return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def config_to_yaml(config: Any) -> str:
@@ -96,15 +143,7 @@ def config_to_yaml(config: Any) -> str:
 
 def flat_config(config: Any) -> dict[str, Any]:
     """A config as one level of dotted names: {"model.depth": 12, ...}."""
-
-    def walk(section: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, value in section.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", value
-
-    return dict(walk(_plain(dataclasses.asdict(config)), ""))
+    return flatten(_plain(dataclasses.asdict(config)))
 
 
 def _plain(value: Any) -> Any:
@@ -130,13 +169,20 @@ def user_errors(every_process: bool = False) -> Iterator[None]:
             meet the same mistake.
 
     Raises:
-        SystemExit: with status 2, in place of UserError and DataError.
+        SystemExit: with status 2, in place of UserError, DataError, and OSErrors that are the user's to mend.
     """
     try:
         yield
     except (UserError, DataError) as error:
-        rank = os.environ.get("RANK")
-        if every_process or os.environ.get("LOCAL_RANK", "0") == "0":
-            where = f" (process {rank})" if every_process and rank else ""
-            print(f"error{where}: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_USER_ERROR) from None
+        message = str(error)
+    except OSError as error:
+        if error.errno not in _MENDABLE:
+            raise
+        message = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+    else:
+        return
+    rank = os.environ.get("RANK")
+    if every_process or os.environ.get("LOCAL_RANK", "0") == "0":
+        where = f" (process {rank})" if every_process and rank else ""
+        print(f"error{where}: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(EXIT_USER_ERROR)

@@ -24,6 +24,8 @@ def native_bfloat16(device_type: str) -> bool:
     if device_type == "cuda":
         return torch.cuda.get_device_capability()[0] >= 8
     if device_type == "cpu":
+        if not hasattr(torch.cpu, "get_capabilities"):  # older torch: nobody to ask, --run.dtype decides
+            return False
         flags = torch.cpu.get_capabilities()
         return bool(flags.get("avx512_bf16") or flags.get("amx_bf16") or flags.get("bf16"))
     return False

@@ -1,5 +1,6 @@
 """Parameter groups and optimizers."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,8 +17,9 @@ class OptimConfig:
     """Learning rate for 256 images per step, above 0; the peak is base_lr * global batch size / 256."""
     min_lr: float = 0.0
     """Learning rate at the end of the cosine, at least 0."""
-    warmup_epochs: float = 40.0
-    """Length of the linear warm-up from 0, in epochs; shorter than the run."""
+    warmup_epochs: float | None = None
+    """Length of the linear warm-up from 0, in epochs, at least 0; shorter than the run (None: a twentieth of the run, which is
+    the paper's 40 of 800 epochs)."""
     weight_decay: float = 0.05
     """AdamW's weight decay, at least 0; biases and norms take none."""
     beta1: float = 0.9
@@ -30,9 +32,9 @@ class OptimConfig:
     """Largest norm of the gradient, above 0 (None: no clipping, as in the original)."""
 
     def __post_init__(self) -> None:
-        if self.base_lr <= 0:
-            raise ValueError(f"optim.base_lr must be above 0, not {self.base_lr}")
-        if min(self.min_lr, self.warmup_epochs, self.weight_decay) < 0:
+        if not 0 < self.base_lr < math.inf:
+            raise ValueError(f"optim.base_lr must be above 0 and finite, not {self.base_lr}")
+        if min(self.min_lr, self.warmup_epochs or 0.0, self.weight_decay) < 0:
             raise ValueError("optim.min_lr, optim.warmup_epochs and optim.weight_decay must be at least 0")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError(f"optim.beta1 and optim.beta2 must lie in [0, 1), not {self.beta1}, {self.beta2}")

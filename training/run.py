@@ -1,6 +1,5 @@
 """One run: its processes, its folder, its signals, its logs."""
 
-import json
 import os
 import signal
 import sys
@@ -8,16 +7,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 import torch
-import yaml
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 from training.checkpoint import replacing
-from training.cli import UserError, config_to_yaml, flat_config
+from training.cli import UserError, config_to_yaml, flat_config, flatten, read_yaml
 from training.machine import best_device, cores_per_process, native_bfloat16
+
+try:
+    import fcntl
+except ImportError:  # Windows: there nothing keeps two programs apart
+    fcntl = None
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class RunConfig:
     """How a run is carried out: nothing here changes what is learnt, but for seed and dtype."""
 
     seed: int = 0
-    """Seed of everything random: initial weights, order of samples, crops, masks; at least 0."""
+    """Seed of everything random: initial weights, order of samples, crops, masks; 0 .. 2^32 - 1."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the matrix products. auto: bfloat16 where the device computes in it natively, else float32."""
     device: Literal["auto", "cpu"] = "auto"
@@ -46,8 +50,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         if min(self.log_every_steps, self.save_every_steps, self.keep_checkpoints) < 1:
             raise ValueError("run.log_every_steps, run.save_every_steps and run.keep_checkpoints must be at least 1")
-        if min(self.seed, self.picture_every_steps, self.cpu_threads) < 0:
-            raise ValueError("run.seed, run.picture_every_steps and run.cpu_threads must be at least 0")
+        if min(self.picture_every_steps, self.cpu_threads) < 0:
+            raise ValueError("run.picture_every_steps and run.cpu_threads must be at least 0")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"run.seed must lie in 0 .. 2^32 - 1, not {self.seed}")
 
 
 def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
@@ -63,8 +69,11 @@ def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
         mixed_precision="bf16" if bfloat16 else "no",
         log_with="tensorboard",
         project_dir=str(folder),
+        dynamo_backend="no",  # compiled by --run.compile alone, whatever the launcher's environment says
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
+    # Accumulation is counted by the loop, which divides the loss itself: the launcher's setting would divide it again.
+    accelerator.gradient_accumulation_steps = 1
     if accelerator.device.type == "cpu":
         # `accelerate launch` sets OMP_NUM_THREADS=1 where nothing is said of it, which leaves the other cores idle.
         torch.set_num_threads(config.cpu_threads or cores_per_process())
@@ -85,7 +94,7 @@ def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"]
         folder: of the run.
         config: of this run, a dataclass.
         resume: "auto" to continue what the folder holds.
-        may_change: dotted names, or their beginnings, of settings that may differ when a run is continued.
+        may_change: dotted names of settings that may differ when a run is continued.
 
     Raises:
         UserError: the folder holds a run that is not to be continued, a run of another config, or other files.
@@ -94,30 +103,56 @@ def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"]
         raise UserError(f"output_dir {folder} is a file: choose another --output_dir")
     saved = folder / "config.yaml"
     if not saved.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
             raise UserError(f"output_dir {folder} holds other files: choose a new or empty folder with --output_dir")
         return
     if resume == "never":
         raise UserError(
             f"output_dir {folder} already holds a run: continue it with --resume auto, or choose another --output_dir"
         )
-    old = _flatten_yaml(yaml.safe_load(saved.read_text(encoding="utf-8")))
-    new = flat_config(config)
-    allowed = tuple(may_change)
-    differing = [key for key in new if new[key] != old.get(key) and not key.startswith(allowed)]
-    if differing:
-        changes = ", ".join(f"{key} {old.get(key)} -> {new[key]}" for key in differing)
+    differing = changed_settings(folder, config)
+    refused = [change for key, change in differing.items() if key not in set(may_change)]
+    if refused:
+        changes = ", ".join(refused)
         raise UserError(
-            f"output_dir {folder} holds a run of another config ({changes}): "
-            f"continue it with --config {saved}, or choose another --output_dir"
+            f"output_dir {folder} holds a run of another config ({changes}): continue it as it was "
+            f"(--config {saved} --resume auto), or choose another --output_dir"
         )
 
 
-def _flatten_yaml(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in section.items():
-        flat |= _flatten_yaml(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+def changed_settings(folder: Path, config: Any) -> dict[str, str]:
+    """Compares a config with the one that a run folder was last used with.
+
+    Returns:
+        Dotted name -> "name before -> now" for every setting that differs; nothing for a new folder.
+    """
+    saved = folder / "config.yaml"
+    if not saved.exists():
+        return {}
+    old, new = flatten(read_yaml(saved)), flat_config(config)
+    return {key: f"{key} {old.get(key)} -> {value}" for key, value in new.items() if value != old.get(key)}
+
+
+def lock_run_folder(folder: Path) -> IO[str]:
+    """Keeps a second program from writing to the same run folder; makes the folder if it is absent.
+
+    Returns:
+        The open lock file. Closing it gives the lock back; so does the end of the process, however it ends.
+
+    Raises:
+        UserError: another program has the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("w")
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"output_dir {folder} is in use by another program: wait for its end, or choose another --output_dir"
+        ) from None
+    return file
 
 
 def save_config(folder: Path, config: Any) -> None:
@@ -135,6 +170,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        # Gloo beside the run's own backend: NCCL would make the host wait for the device at every step.
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if several else None
 
     def __enter__(self) -> "StopRequest":
         self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -149,40 +187,19 @@ class StopRequest:
             sys.exit(128 + number)
         self.signal = signal.Signals(number)
 
+    def agreed(self) -> bool:
+        """Says whether any process has noted a signal; all processes must ask at the same step, and get the same answer.
+
+        Of many processes the asking is a collective between their CPUs: the devices are not waited for.
+        """
+        noted = self.signal is not None
+        if self._group is None:
+            return noted
+        flag = torch.tensor([int(noted)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
     @property
     def exit_status(self) -> int:
         """128 + the signal's number, as shells report it; 0 where no signal came."""
         return 0 if self.signal is None else 128 + self.signal
-
-
-class MetricsFile:
-    """`metrics.jsonl`: one JSON object per log interval, with its step.
-
-    Args:
-        path: of the file.
-        first_step: entries of later steps, left by a run that went on after its last checkpoint, are dropped.
-    """
-
-    def __init__(self, path: Path, first_step: int) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        kept = [line for line in lines if _step_of(line) <= first_step]
-        with replacing(path) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, values: dict[str, float | int]) -> None:
-        """Appends one entry, visible to other programs at once."""
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-def _step_of(line: str) -> float:
-    """The step of an entry; infinity for a line that a crash cut off, which is dropped with what came after."""
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return float("inf")

@@ -46,11 +46,13 @@ def test_images_become_shards_and_are_summarized(tmp_path: Path) -> None:
         "2",
     )
     assert done.returncode == 0, done.stderr
-    assert "12 samples, 2 classes, 4 shards" in done.stdout
-    assert "ignored 1 files" in done.stdout
-    assert "left out 7 unreadable images: 7 not_an_image" in done.stdout
+    assert "12 samples in 4 shard(s)" in done.stdout
+    assert "ignored 1 file(s)" in done.stdout
+    assert "left out 7 unreadable image(s): 7 not_an_image" in done.stdout
     assert "and 2 more" in done.stdout
-    assert done.stdout.endswith(f"next: accelerate launch pretrain/main.py --data.train {tmp_path / 'out'}\n")
+    assert done.stdout.endswith(
+        f"next: accelerate launch pretrain/main.py --data.train {tmp_path / 'out'} --output_dir runs/out\n"
+    )
     assert "image/s" in done.stderr
     assert len(open_shards(tmp_path / "out")) == 12
 
@@ -64,7 +66,7 @@ def test_foreign_tars_become_a_data_set(tmp_path: Path) -> None:
             tar.add(path, path.name)
     done = run("index_shards", tmp_path / "shards", "--class_names", tmp_path / "names.txt", "--num_workers", "0")
     assert done.returncode == 0, done.stderr
-    assert "6 samples, 2 class names, 1 shards" in done.stdout
+    assert "6 samples in 1 shard(s)" in done.stdout
     assert open_shards(tmp_path / "shards").manifest.class_names == ("cat", "big dog")
     done = run("index_shards", tmp_path / "shards" / "a.tar", "--num_workers", "0")
     assert done.returncode == 0, done.stderr

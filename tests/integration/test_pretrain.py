@@ -1,20 +1,22 @@
 """Stage one as its users start it: whole programs, on real images."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.shards import ShardSet
 from pretrain.main import main
@@ -27,6 +29,13 @@ TINY_RUN = [
     "--optim.warmup_epochs", "0.1", "--optim.base_lr", "1e-2", "--run.dtype", "float32", "--run.device", "cpu",
     "--run.log_every_steps", "1", "--data.num_workers", "1", "--num_steps", "12",
 ]  # fmt: skip
+
+
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+TWO_PROCESSES = (
+    *LAUNCH, "--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no",
+    "--dynamo_backend", "no", "--main_process_port", "0",
+)  # fmt: skip
 
 
 def start(output: Path, *flags: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
@@ -58,8 +67,7 @@ def losses(output: Path) -> dict[int, float]:
 def straight_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """An uninterrupted run of 12 steps of 64 images, and what it printed."""
     output = tmp_path_factory.mktemp("straight") / "run"
-    launcher = (sys.executable, "-m", "accelerate.commands.launch")
-    return output, run(output, "--data.batch_size_per_process", "64", launcher=launcher)
+    return output, run(output, "--data.batch_size_per_process", "64", launcher=LAUNCH)
 
 
 def test_a_run_learns_and_leaves_what_a_person_needs(straight_run: tuple[Path, str]) -> None:
@@ -87,25 +95,21 @@ def test_a_run_learns_and_leaves_what_a_person_needs(straight_run: tuple[Path, s
     assert read_checkpoint(checkpoint_path(output / "checkpoints", 12)).step == 12
 
 
-def test_printed_commands_work(straight_run: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_commands_work(straight_run: tuple[Path, str]) -> None:
     """The Python lines printed at the end build the encoder."""
     output, text = straight_run
-    code = text[text.index("model = timm.create_model") :].split("\n\n")[0]
-    space = {"timm": timm}
+    code = textwrap.dedent(text[text.index("  import json, pathlib, timm") :])
+    space = {"images": torch.zeros(1, 1, 16, 16)}
     exec(code, space)
-    features = space["model"].forward_features(torch.zeros(1, 1, 16, 16))  # pyright: ignore[reportAttributeAccessIssue]
-    assert features.shape == (1, 17, 32)
+    assert space["features"].shape == (1, 17, 32)
     exported = load_file(output / "encoder.safetensors")
     checkpoint = read_checkpoint(checkpoint_path(output / "checkpoints", 12)).tensors
     assert all(torch.equal(tensor, checkpoint[f"model/encoder.{name}"]) for name, tensor in exported.items())
 
 
 def test_two_processes_give_the_same_losses_as_one(straight_run: tuple[Path, str], tmp_path: Path) -> None:
-    launcher = (
-        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2",
-        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
-    )  # fmt: skip
-    text = run(tmp_path / "run", "--data.batch_size_per_process", "32", launcher=launcher)
+    text = run(tmp_path / "run", "--data.batch_size_per_process", "32", launcher=TWO_PROCESSES)
+    assert "Warning" not in text
     assert "64 = 32 per process x 2 processes" in text
     assert text.count("1,797 images") == 1  # one process speaks
     one, two = losses(straight_run[0]), losses(tmp_path / "run")
@@ -132,31 +136,55 @@ def metrics_so_far(output: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().split("\n")[:-1]]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+STOPPABLE = ("--data.batch_size_per_process", "64", "--num_steps", "60", "--run.save_every_steps", "10")
+"""60 steps are two passes over the digits."""
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("whole") / "run"
+    run(output, *STOPPABLE)
+    return output
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_goes_on_where_it_was_stopped_and_gives_what_an_uninterrupted_run_gives(
-    tmp_path: Path, how: signal.Signals
+    whole_run: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
-    """60 steps are two passes over the digits: stopped in the middle of an epoch, continued, equal bit for bit."""
-    flags = ("--data.batch_size_per_process", "64", "--num_steps", "60", "--run.save_every_steps", "10")
-    run(tmp_path / "whole", *flags)
-    process = start(tmp_path / "stopped", *flags)
-    wait_for_step(tmp_path / "stopped", 22)
+    """Stopped in the middle of an epoch with its readers (the signal reaches the group), continued, equal bit for bit."""
+    output = tmp_path / "run"
+    process = start(output, *STOPPABLE)
+    wait_for_step(output, 22)
     os.killpg(process.pid, how)
     text, _ = process.communicate(timeout=60)
-    stopped_at = max(losses(tmp_path / "stopped"))
+    stopped_at = max(losses(output))
     assert stopped_at < 60, "stopped too late to show anything"
-    if how == signal.SIGINT:
-        assert process.returncode == 130, text
+    if how == signal.SIGTERM:
+        assert process.returncode == 128 + signal.SIGTERM, text
         assert f"stopped after step {stopped_at}" in text
-        assert checkpoint_path(tmp_path / "stopped" / "checkpoints", stopped_at).exists()
-    text = run(tmp_path / "stopped", *flags, "--resume", "auto")
-    resumed_at = stopped_at if how == signal.SIGINT else stopped_at // 10 * 10
+        assert "Traceback" not in text
+        assert checkpoint_path(output / "checkpoints", stopped_at).exists()
+    text = run(output, *STOPPABLE, "--resume", "auto")
+    resumed_at = stopped_at if how == signal.SIGTERM else stopped_at // 10 * 10
     assert f"step_{resumed_at:08d}.safetensors" in text
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
-    whole, stopped = (
-        read_checkpoint(checkpoint_path(tmp_path / name / "checkpoints", 60)).tensors for name in ("whole", "stopped")
-    )
+    assert losses(output) == losses(whole_run)
+    whole, stopped = (read_checkpoint(checkpoint_path(at / "checkpoints", 60)).tensors for at in (whole_run, output))
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+def test_two_processes_stop_at_the_same_step_when_their_launcher_is_told_to(tmp_path: Path) -> None:
+    """Ctrl-C on the launcher: torchrun passes SIGTERM or SIGINT on to each process."""
+    output = tmp_path / "run"
+    flags = ("--data.batch_size_per_process", "32", "--num_steps", "400", "--run.log_every_steps", "5")
+    process = start(output, *flags, launcher=TWO_PROCESSES)
+    wait_for_step(output, 10)
+    os.killpg(process.pid, signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    stopped_at = max(losses(output))
+    assert stopped_at < 400
+    assert f"stopped after step {stopped_at}" in text, text
+    assert checkpoint_path(output / "checkpoints", stopped_at).exists()
 
 
 @pytest.fixture
@@ -237,6 +265,95 @@ def test_broken_checkpoints_are_refused_or_passed_over(
         assert "cut off" in refused(capfd, monkeypatch, *resumed)
     finally:
         checkpoint.write_bytes(content)
+
+
+def run_here(monkeypatch: pytest.MonkeyPatch, output: Path, *flags: str) -> int:
+    """Runs the program in this process, which is faster than a new one; gives its exit status."""
+    monkeypatch.setattr(sys, "argv", ["main.py", "--output_dir", str(output), *TINY_RUN, *flags])
+    return main()
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_settings_of_the_run_do_what_they_say(
+    picture_shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Seeds, clipping, smallest lr, TensorBoard with pictures; then a resume leaves no step twice."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")  # a launcher's setting that must not count
+    common = ("--data.train", str(picture_shards.root), "--model.in_chans", "3", "--data.batch_size_per_process", "8",
+              "--num_steps", "6", "--data.num_workers", "0", "--run.log_every_steps", "2", "--run.picture_every_steps", "2",
+              "--optim.min_lr", "1e-4", "--optim.warmup_epochs", "0")  # fmt: skip
+    assert run_here(monkeypatch, tmp_path / "a", *common) == 0
+    assert run_here(monkeypatch, tmp_path / "seed", *common, "--run.seed", "1") == 0
+    assert run_here(monkeypatch, tmp_path / "clip", *common, "--optim.clip_grad_norm", "1e-3") == 0
+    assert (
+        run_here(monkeypatch, tmp_path / "accum", *common, "--data.batch_size_per_process", "4", "--optim.accum_steps", "2")
+        == 0
+    )
+
+    entries = metrics(tmp_path / "a")
+    assert [entry["step"] for entry in entries] == [2, 4, 6]
+    peak = 1e-2 * 8 / 256
+    assert entries[-1]["lr"] == pytest.approx(1e-4 + (peak - 1e-4) * 0.5 * (1 + math.cos(math.pi * 5 / 6)))
+    assert metrics(tmp_path / "seed")[0]["loss"] != entries[0]["loss"]
+    clipped = metrics(tmp_path / "clip")
+    assert clipped[0]["grad_norm"] > 0.1  # the norm before clipping
+    assert clipped[-1]["loss"] != entries[-1]["loss"]
+    for one, two in zip(entries, metrics(tmp_path / "accum"), strict=True):
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
+
+    checkpoint_path(tmp_path / "a" / "checkpoints", 6).unlink()
+    assert run_here(monkeypatch, tmp_path / "a", *common, "--resume", "auto") == 0
+    events = EventAccumulator(str(tmp_path / "a" / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == set(entries[0]) - {"step"}
+    assert [event.step for event in events.Scalars("loss")] == [2, 4, 6]
+    assert {event.step for event in events.Images("reconstruction")} == {2, 4, 6}
+    assert events.Images("reconstruction")[0].width > 600
+    capfd.readouterr()
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--output_dir", str(tmp_path / "run"), *TINY_RUN, "--data.batch_size_per_process", "8", "--data.num_workers", "0",
+             "--num_steps", "50", "--run.log_every_steps", "10", "--run.save_every_steps", "3")  # fmt: skip
+    message = refused(capfd, monkeypatch, *flags, "--optim.base_lr", "1e30", "--optim.warmup_epochs", "0")
+    assert "is not finite between steps" in message
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    # The advice can be followed: another learning rate, and the same command with --resume auto.
+    monkeypatch.setattr(sys, "argv", ["main.py", *flags, "--optim.warmup_epochs", "0", "--resume", "auto"])
+    assert main() == 0
+    capfd.readouterr()
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_run_goes_on_from_an_older_checkpoint_when_the_newest_is_damaged(
+    picture_shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--data.train", str(picture_shards.root), "--model.in_chans", "3", "--data.batch_size_per_process", "8",
+             "--num_steps", "4", "--data.num_workers", "0", "--run.save_every_steps", "2")  # fmt: skip
+    folder = tmp_path / "run" / "checkpoints"
+    assert run_here(monkeypatch, tmp_path / "run", *flags) == 0
+    whole = losses(tmp_path / "run")
+    newest = checkpoint_path(folder, 4)
+    newest.write_bytes(newest.read_bytes()[:-9])
+    assert run_here(monkeypatch, tmp_path / "run", *flags, "--resume", "auto") == 0
+    assert "set aside as step_00000004.damaged" in capfd.readouterr().out
+    assert losses(tmp_path / "run") == whole
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_00000002.safetensors", "step_00000004.damaged", "step_00000004.safetensors",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "\udcff"])
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_broken_saved_config_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    message = refused(capfd, monkeypatch, "--output_dir", str(tmp_path), *TINY_RUN, "--resume", "auto")
+    assert f"{tmp_path}/config.yaml" in message
 
 
 @pytest.mark.parametrize(

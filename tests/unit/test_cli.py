@@ -1,4 +1,6 @@
-import dataclasses
+import errno
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -67,9 +69,9 @@ def test_unknown_key_in_a_file_is_refused_with_a_suggestion_and_the_files_name(
     file = tmp_path / "mine.yaml"
     file.write_text("model:\n  mask_ration: 0.5\n")
     message = refused(capfd, "--config", str(file))
-    assert "--model.mask_ration" in message
-    assert "--model.mask_ratio FLOAT" in message
-    assert "mine.yaml" in message.replace(" ", "")
+    assert message == f"error: {file}: unknown key model.mask_ration; did you mean model.mask_ratio?"
+    file.write_text("base_lr: 1\n")
+    assert "unknown key base_lr; did you mean optim.base_lr?" in refused(capfd, "--config", str(file))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,10 @@ def test_unknown_key_in_a_file_is_refused_with_a_suggestion_and_the_files_name(
         (["--epochs", "-1"], "epochs must be above 0"),
         (["--data.crop_scale", "0", "1"], "data.crop_scale"),
         (["--run.compile", "yes"], "'True', 'False'"),
+        (["--epochs", "nan"], "epochs must be above 0 and finite"),
+        (["--run.seed", "99999999999"], "run.seed must lie in"),
+        (["--optim.base_lr", "nan"], "optim.base_lr must be above 0 and finite"),
+        (["--output_dir", ""], "output_dir is empty"),
         (["--config"], "--config needs the path"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read (No such file or directory)"),
     ],
@@ -113,12 +119,13 @@ def test_help_shows_every_field_with_its_meaning(capfd: pytest.CaptureFixture[st
     text = capfd.readouterr().out
     for name in flat_config(PretrainConfig()):
         assert f"--{name}" in text
-    for section in (
-        PretrainConfig,
-        *(type(getattr(PretrainConfig(), name)) for name in ("model", "data", "optim", "run")),
-    ):
-        assert dataclasses.is_dataclass(section)
-    assert "share of the patches that are hidden" in " ".join(text.lower().replace("│", " ").split())
+    # A field without a docstring would show nothing between its type and its default.
+    words = " ".join(text.replace("│", " ").split())
+    for name in flat_config(PretrainConfig()):
+        described = words.split(f"--{name} ", 1)[1].split("(default:")[0]
+        assert re.search(r"[a-z]{3,}.* [a-z]{2,}", described), name
+    assert "Share of the patches that are hidden" in words
+    assert "--config FILE.yaml" in words
 
 
 def test_without_data_the_digits_are_trained_on() -> None:
@@ -127,6 +134,24 @@ def test_without_data_the_digits_are_trained_on() -> None:
     assert with_default_data(["--data.train", "x"]) == ["--data.train", "x"]
     assert with_default_data(["--data.train=x"]) == ["--data.train=x"]
     assert with_default_data(["--config", "x"]) == ["--config", "x"]
+
+
+def test_a_section_without_keys_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model:\n  # depth: 3\nepochs: 5\n")
+    assert parse("--config", str(tmp_path / "a.yaml")) == parse("--epochs", "5")
+
+
+@pytest.mark.parametrize(("number", "mendable"), [(errno.ENOSPC, True), (errno.EACCES, True), (errno.EBADF, False)])
+def test_a_full_disk_is_the_users_to_mend_and_a_bug_is_not(
+    capfd: pytest.CaptureFixture[str], number: int, mendable: bool
+) -> None:
+    def fail() -> None:
+        with user_errors():
+            raise OSError(number, os.strerror(number), "/some/file")
+
+    with pytest.raises(SystemExit if mendable else OSError):
+        fail()
+    assert capfd.readouterr().err == (f"error: {os.strerror(number)}: /some/file\n" if mendable else "")
 
 
 def test_config_is_small_enough_to_know() -> None:

@@ -1,4 +1,5 @@
 import dataclasses
+import signal
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from data.errors import DataError
-from data.loader import Batch, BatchLoader, DataConfig, choose_normalization, preview_images
+from data.loader import Batch, BatchLoader, DataConfig, choose_normalization, leave_signals_to_parent, preview_images
 from data.shards import ShardReader, ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import IMAGENET_MEAN
@@ -152,3 +153,22 @@ def test_preview_leaves_unreadable_samples_out(damaged_shards: ShardSet) -> None
 def test_settings_out_of_range_are_refused(changes: dict) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         DataConfig(**changes)
+
+
+def test_flips_and_crops_follow_the_settings(picture_shards: ShardSet) -> None:
+    plan = BatchPlan(8, 1, 1, 0)
+    whole = dataclasses.replace(CONFIG, crop_scale=(1.0, 1.0), flip_probability=0.0)
+    plain = load(picture_shards, plan, 0, 1, whole)[0]
+    mirrored = load(picture_shards, plan, 0, 1, dataclasses.replace(whole, flip_probability=1.0))[0]
+    assert torch.equal(mirrored.images, plain.images.flip(-1))
+    small = load(picture_shards, plan, 0, 1, dataclasses.replace(whole, crop_scale=(0.1, 0.1)))[0]
+    # A tenth of the random pixels, enlarged, is smoother than all of them, shrunk.
+    roughness = [(batch.images.float().diff(dim=-1) ** 2).mean().item() for batch in (plain, small)]
+    assert roughness[1] < 0.5 * roughness[0]
+
+
+def test_readers_leave_ctrl_c_and_sigterm_to_the_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled = {}
+    monkeypatch.setattr("signal.signal", lambda number, handler: handled.update({number: handler}))
+    leave_signals_to_parent(0)
+    assert handled == {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}

@@ -22,6 +22,7 @@ from data.shards import (
     Manifest,
     ShardReader,
     ShardSet,
+    describe_manifest,
     open_shards,
     split_name,
 )
@@ -179,6 +180,12 @@ def test_wrong_index_is_found_at_the_start(folder: Path) -> None:
         np.save(folder / INDEX_NAME, wrong)
         with pytest.raises(DataError, match="does not fit"):
             open_shards(folder)
+    for field, value in (("offset", 2**63), ("size", 10**9)):
+        beyond = index.copy()
+        beyond[field][3] = value
+        np.save(folder / INDEX_NAME, beyond)
+        with pytest.raises(DataError, match="points outside its shards"):
+            open_shards(folder)
     (folder / INDEX_NAME).write_bytes(b"no array")
     with pytest.raises(DataError, match="index_shards"):
         open_shards(folder)
@@ -297,3 +304,14 @@ def test_unlabelled_samples_have_no_label(tmp_path: Path) -> None:
 )
 def test_split_name_follows_webdataset(name: str, parts: tuple[str, str]) -> None:
     assert split_name(name) == parts
+
+
+def test_description_says_what_is_there_and_how_to_train_on_it(written: Path) -> None:
+    manifest = open_shards(written).manifest
+    colour = describe_manifest(Path("shards/a"), dataclasses.replace(manifest, num_channels=3))
+    assert colour[-1] == "next: accelerate launch pretrain/main.py --data.train shards/a --output_dir runs/a"
+    many = describe_manifest(Path("a"), dataclasses.replace(manifest, num_channels=5, mean=(0.1,) * 5, std=(0.2,) * 5))
+    assert "--model.in_chans 5" in many[-1]
+    assert "height x width x channels" in many[1]
+    mixed = describe_manifest(Path("a"), dataclasses.replace(manifest, num_channels=None, mean=(), std=()))
+    assert mixed[1].startswith("warning: the images have different numbers of channels")

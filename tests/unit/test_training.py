@@ -1,6 +1,9 @@
+import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models.mae import MaskedAutoencoder
+from models.mae import MAEConfig, MaskedAutoencoder, build_mae
 from pretrain.config import MAY_CHANGE_ON_RESUME, Horizon, PretrainConfig, plan_horizon
 from training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint, replacing, restore, save_checkpoint
 from training.cli import UserError, parse_args
+from training.log import MetricsFile
 from training.machine import available_cores, cores_per_process, memory_mib, native_bfloat16
 from training.meters import Meters, WaitClock
 from training.optim import OptimConfig, build_adamw, parameter_groups, set_lr
-from training.run import MetricsFile, StopRequest, check_run_folder, save_config
+from training.run import StopRequest, changed_settings, check_run_folder, lock_run_folder, save_config
 from training.schedule import scale_lr, warmup_cosine
 
 
@@ -34,6 +38,8 @@ def test_horizon_counts_steps_and_refuses_a_warmup_longer_than_the_run() -> None
     assert plan_horizon(config, num_samples=1000, global_batch_size=100) == Horizon(20, 5.0)
     longer = PretrainConfig(num_steps=7, optim=OptimConfig(warmup_epochs=0.5))
     assert plan_horizon(longer, num_samples=1000, global_batch_size=100).num_steps == 7
+    unsaid = PretrainConfig(epochs=2)
+    assert plan_horizon(unsaid, num_samples=1000, global_batch_size=100) == Horizon(20, 1.0)
     with pytest.raises(UserError, match=r"warm-up .* 5 steps.* is not shorter than the run .* 5 steps"):
         plan_horizon(PretrainConfig(num_steps=5, optim=OptimConfig(warmup_epochs=0.5)), 1000, 100)
 
@@ -90,14 +96,15 @@ def trained(model: MaskedAutoencoder, steps: int = 2) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_checkpoint_restores_weights_and_optimizer_bit_for_bit(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
+def test_checkpoint_restores_weights_and_optimizer_bit_for_bit(
+    tiny_config: MAEConfig, tiny_mae: MaskedAutoencoder, tmp_path: Path
+) -> None:
     optimizer = trained(tiny_mae)
     path = save_checkpoint(tmp_path, 2, {"seed": 3}, tiny_mae, optimizer, keep=2)
     checkpoint = read_checkpoint(path)
     assert (checkpoint.step, checkpoint.config) == (2, {"seed": 3})
 
-    other = MaskedAutoencoder(tiny_mae.encoder.__class__((32, 32), 8, 3, 32, 2, 4), tiny_mae.decoder, 0.75)
-    other = type(tiny_mae)(other.encoder, tiny_mae.decoder.__class__(32, (4, 4), 192, 16, 2, 4))
+    other = build_mae(tiny_config)
     other_optimizer = build_adamw(other, OptimConfig())
     restore(checkpoint, other, other_optimizer)
     for model, its_optimizer in ((tiny_mae, optimizer), (other, other_optimizer)):  # one more step, the same on both
@@ -122,11 +129,13 @@ def test_newest_valid_checkpoint_is_found_past_torn_and_damaged_ones(tiny_mae: M
     checkpoint, complaints = newest_checkpoint(tmp_path)
     assert checkpoint is not None
     assert checkpoint.step == 1
-    assert ["cut off" in complaints[0], "does not match its hash" in complaints[1]] == [True, True]
+    assert list(complaints) == [torn, damaged]
+    assert "cut off" in complaints[torn]
+    assert "does not match its hash" in complaints[damaged]
     checkpoint_path(tmp_path, 1).write_bytes(b"")
     with pytest.raises(UserError, match="no valid checkpoint"):
         newest_checkpoint(tmp_path)
-    assert newest_checkpoint(tmp_path / "none") == (None, [])
+    assert newest_checkpoint(tmp_path / "none") == (None, {})
 
 
 def test_foreign_and_newer_files_are_refused(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
@@ -141,9 +150,9 @@ def test_foreign_and_newer_files_are_refused(tiny_mae: MaskedAutoencoder, tmp_pa
         read_checkpoint(path)
 
 
-def test_checkpoint_of_another_model_is_refused(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(tiny_config: MAEConfig, tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
     checkpoint = read_checkpoint(save_checkpoint(tmp_path, 2, {}, tiny_mae, trained(tiny_mae), keep=1))
-    wider = type(tiny_mae)(tiny_mae.encoder, tiny_mae.decoder.__class__(32, (4, 4), 192, 32, 2, 4))
+    wider = build_mae(dataclasses.replace(tiny_config, decoder_embed_dim=32))
     with pytest.raises(UserError, match="another model"):
         restore(checkpoint, wider, build_adamw(wider, OptimConfig()))
 
@@ -153,6 +162,16 @@ def test_only_the_newest_checkpoints_stay(tiny_mae: MaskedAutoencoder, tmp_path:
     for step in range(1, 6):
         save_checkpoint(tmp_path, step, {}, tiny_mae, optimizer, keep=2)
     assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 4), checkpoint_path(tmp_path, 5)]
+
+
+def test_the_checkpoint_just_written_stays_whatever_lies_beside_it(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
+    optimizer = trained(tiny_mae)
+    later = checkpoint_path(tmp_path, 200)
+    later.write_bytes(b"torn")
+    rubbish = tmp_path / ".step_00000300.safetensors.123.tmp"
+    rubbish.write_bytes(b"half")
+    path = save_checkpoint(tmp_path, 150, {}, tiny_mae, optimizer, keep=1)
+    assert sorted(tmp_path.iterdir()) == [path, later]
 
 
 def test_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
@@ -231,6 +250,8 @@ def test_run_folder_is_never_silently_reused(tmp_path: Path) -> None:
     changed = config_for(folder, "--model.depth", "3", "--optim.base_lr", "0.1")
     with pytest.raises(UserError, match=r"model.depth None -> 3, optim.base_lr 0.00015 -> 0.1\)"):
         check_run_folder(folder, changed, "auto", MAY_CHANGE_ON_RESUME)
+    assert set(changed_settings(folder, changed)) == {"model.depth", "optim.base_lr"}
+    assert changed_settings(tmp_path / "new", changed) == {}
 
 
 def test_foreign_folders_and_files_are_refused(tmp_path: Path) -> None:
@@ -281,3 +302,22 @@ def test_cores_are_divided_among_the_processes_of_a_machine(monkeypatch: pytest.
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         assert cores_per_process() == cores
     assert available_cores() >= 1
+
+
+def test_a_run_folder_in_use_is_locked(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from training.run import lock_run_folder; "
+        "lock = lock_run_folder(Path(sys.argv[1]))"
+    )
+    held = subprocess.Popen([sys.executable, "-c", f"{program}; print('held', flush=True); sys.stdin.read()", str(tmp_path)],
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+    assert held.stdout is not None
+    assert held.stdout.readline() == "held\n"
+    with pytest.raises(UserError, match="is in use by another program"):
+        lock_run_folder(tmp_path)
+    held.kill()
+    held.communicate()
+    with lock_run_folder(tmp_path):  # a killed program leaves no lock
+        pass
+    lock_run_folder(tmp_path).close()  # nor one that has ended its run
+    check_run_folder(tmp_path, PretrainConfig(), "never", ())  # nor does the file count as somebody's

@@ -1,0 +1,138 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from data.evaluation import evaluation_batches
+from data.shards import ShardSet
+from finetune.features import extract_features
+from finetune.probe import Setting, accuracy, fit_linear_grid, knn_accuracy, linear_probe, split_held_out
+from models.formats import PretrainedEncoder, load_encoder
+from models.mae import MAEConfig, build_mae
+
+
+def clouds(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Three overlapping clouds of points in 8 dimensions, far from the origin and on unequal scales."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    centres = torch.eye(3, 8) * 2.5
+    points = centres[labels] + torch.randn(count, 8, generator=generator)
+    return points * torch.tensor([1.0, 10, 0.1, 1, 1, 5, 1, 1]) + 50, labels
+
+
+def test_every_classifier_of_a_grid_is_the_one_that_torch_trains_alone() -> None:
+    features, labels = clouds(60)
+    settings = [Setting(1e-2, 0.0), Setting(1e-1, 0.3), Setting(1.0, 0.1)]
+    grid = fit_linear_grid(features, labels, 3, settings, num_steps=7, batch_size=32, seed=5)
+    std, mean = torch.std_mean(features, dim=0)
+    for number, setting in enumerate(settings):
+        layer = nn.Linear(8, 3)
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        groups = [
+            {"params": [layer.weight], "weight_decay": setting.weight_decay},
+            {"params": [layer.bias], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=setting.lr)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 7)
+        generator, batches = torch.Generator().manual_seed(5), []
+        while len(batches) < 7:
+            batches.extend(torch.randperm(60, generator=generator).split(32))
+        for rows in batches[:7]:
+            F.cross_entropy(layer((features[rows] - mean) / std), labels[rows]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        alone = layer((features - mean) / std)
+        torch.testing.assert_close(grid.logits(features)[number], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_probe_chooses_on_held_out_samples_and_measures_on_the_test_set() -> None:
+    train, labels = clouds(300)
+    test, test_labels = clouds(300, seed=1)
+    noise = torch.randn(300, 8, generator=torch.Generator().manual_seed(2))
+    results = linear_probe(
+        {"noise": noise, "good": train}, labels, {"noise": noise, "good": test}, test_labels, 3,
+        lrs=(1e-6, 1e-1), weight_decays=(0.0,), num_steps=60, batch_size=64, held_out=0.2, seed=0,
+    )  # fmt: skip
+    assert [result.view for result in results] == ["good", "noise"]
+    assert results[0].setting.lr == 1e-1
+    assert results[0].test_accuracy > 0.8
+    assert results[1].test_accuracy < 0.6
+
+
+def test_held_out_part_has_the_same_share_of_every_class() -> None:
+    labels = torch.tensor([0] * 50 + [1] * 10 + [2])
+    kept, held = split_held_out(labels, 0.2, seed=0)
+    assert torch.equal(torch.cat([kept, held]).sort().values, torch.arange(61))
+    assert torch.bincount(labels[held], minlength=3).tolist() == [10, 2, 0]
+    assert not torch.equal(held, split_held_out(labels, 0.2, seed=1)[1])
+
+
+def test_neighbours_vote_by_similarity() -> None:
+    train = torch.tensor([[1.0, 0.0], [0.9, 0.1], [-1.0, 0.0], [-0.9, -0.1], [-1.0, 0.1]])
+    labels = torch.tensor([0, 0, 1, 1, 1])
+    test, test_labels = torch.tensor([[2.0, 0.1], [-3.0, 0.0]]), torch.tensor([0, 1])
+    assert knn_accuracy(train, labels, test, test_labels, 2, ks=(1, 2, 50)) == {1: 1.0, 2: 1.0, 50: 1.0}
+    # Of all five, three are of class 1: without weights by similarity the first would be lost.
+    assert knn_accuracy(train, labels, test, test_labels, 2, ks=(5,), temperature=1e6) == {5: 0.5}
+
+
+def test_accuracy_counts_the_highest_logit() -> None:
+    logits = torch.tensor([[[1.0, 2.0], [2.0, 1.0]], [[2.0, 1.0], [2.0, 1.0]]])
+    assert accuracy(logits, torch.tensor([1, 0])).tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_sample_is_measured_once_and_in_order(picture_shards: ShardSet, world_size: int, num_workers: int) -> None:
+    """53 samples over up to three processes in batches of 8: ragged everywhere."""
+    indices = []
+    for rank in range(world_size):
+        for batch in evaluation_batches(picture_shards, (16, 16), 3, 8, num_workers, rank, world_size):
+            indices.extend(batch.indices.tolist())
+            assert torch.equal(batch.labels, torch.from_numpy(picture_shards.labels[batch.indices.numpy()].copy()))
+    assert indices == list(range(53))
+
+
+@pytest.fixture
+def encoder(tiny_config: MAEConfig, tmp_path: Path) -> PretrainedEncoder:
+    from data.transforms import Normalization
+    from pretrain.report import export_encoder
+
+    torch.manual_seed(0)
+    export_encoder(tmp_path, build_mae(tiny_config), tiny_config, Normalization((0.4,) * 3, (0.2,) * 3))
+    return load_encoder(str(tmp_path))
+
+
+def test_features_are_those_of_the_whole_image(encoder: PretrainedEncoder, picture_shards: ShardSet) -> None:
+    features = extract_features(encoder, picture_shards, 2, torch.device("cpu"), batch_size=10, num_workers=0)
+    assert set(features.views) == {"cls/1", "mean/1", "cls/2", "mean/2"}
+    assert features.labels.tolist() == picture_shards.labels.tolist()
+    batch = next(evaluation_batches(picture_shards, (32, 32), 3, 53, 0))
+    with torch.no_grad():
+        tokens = encoder.model.forward_features((batch.images / 255 - 0.4) / 0.2)
+    torch.testing.assert_close(features.views["cls/2"], tokens[:, 0], atol=0.05, rtol=0.05)  # bfloat16 where it is native
+    torch.testing.assert_close(features.views["mean/2"], tokens[:, 1:].mean(1), atol=0.05, rtol=0.05)
+
+
+def test_cached_features_are_used_again_but_not_for_other_weights(
+    encoder: PretrainedEncoder, picture_shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def extract() -> Tensor:
+        return extract_features(encoder, picture_shards, 1, torch.device("cpu"), num_workers=0, cache=tmp_path / "c").views[
+            "cls/2"
+        ]
+
+    first = extract()
+    with monkeypatch.context() as patch:
+        patch.setattr("finetune.features.evaluation_batches", lambda *_: pytest.fail("computed again"))
+        assert torch.equal(extract(), first)
+    (cached,) = (tmp_path / "c").iterdir()
+    cached.write_bytes(cached.read_bytes()[:100])
+    assert torch.equal(extract(), first)
+    with torch.no_grad():
+        encoder.model.blocks[0].get_parameter("norm1.weight").mul_(2)
+    assert not torch.equal(extract(), first)

@@ -1,0 +1,140 @@
+"""What a run tells while it goes on: progress bar, TensorBoard, metrics.jsonl, warnings about the data."""
+
+import json
+import time
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from accelerate import Accelerator
+from PIL import Image
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from training.checkpoint import replacing
+from training.machine import memory_mib
+from training.meters import WaitClock
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object per log interval, with its step.
+
+    Args:
+        path: of the file.
+        first_step: entries of later steps, left by a run that went on after its last checkpoint, are dropped.
+    """
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if _step_of(line) <= first_step]
+        with replacing(path) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: dict[str, float]) -> None:
+        """Appends one entry, visible to other programs at once."""
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of an entry; infinity for a line that is none (a crash cut it off), which is dropped with what came after."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
+
+
+class RunLog:
+    """The logs of a run; on all but the first process they only report faults.
+
+    Args:
+        accelerator: of the run.
+        folder: of the run.
+        start_step: optimizer steps done before.
+        num_steps: where the run ends.
+        global_batch_size: images per step.
+        clock: measures the waiting for data.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        folder: Path,
+        start_step: int,
+        num_steps: int,
+        global_batch_size: int,
+        clock: WaitClock,
+    ) -> None:
+        self.accelerator = accelerator
+        self.folder = folder
+        self.num_steps = num_steps
+        self.global_batch_size = global_batch_size
+        self.clock = clock
+        self.faults: list[str] = []
+        """Unreadable samples of this process since the last entry."""
+        self.num_faults = 0
+        self.last_step = self._start_step = start_step
+        """Step of the last entry."""
+        self._last_time = time.perf_counter()
+
+    def __enter__(self) -> "RunLog":
+        # Entries of steps that are done again replace those of the interrupted run.
+        purge = {"tensorboard": {"purge_step": self._start_step + 1}}
+        self.accelerator.init_trackers("tensorboard", init_kwargs=purge)
+        if self.accelerator.is_main_process:
+            self._metrics = MetricsFile(self.folder / "metrics.jsonl", self._start_step)
+        self.bar = tqdm(
+            total=self.num_steps, initial=self._start_step, unit="step", dynamic_ncols=True,
+            disable=not self.accelerator.is_main_process,
+        )  # fmt: skip
+        self._last_time = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+        if self.accelerator.is_main_process:
+            self._metrics.close()
+        self.accelerator.end_training()
+
+    def write(self, step: int, values: dict[str, float], headline: str) -> None:
+        """Writes one entry; adds images/s over all processes, share of waiting for data, and memory.
+
+        Args:
+            step: optimizer steps done.
+            values: what to write.
+            headline: what the progress bar shows of it.
+        """
+        elapsed_s = time.perf_counter() - self._last_time
+        values = values | {
+            "images_per_s": (step - self.last_step) * self.global_batch_size / elapsed_s,
+            "data_wait": self.clock.waited_s / elapsed_s,
+            "memory_mib": memory_mib(self.accelerator.device),
+        }
+        self._report_faults()
+        if self.accelerator.is_main_process:
+            self._metrics.write({"step": step, **values})
+            speed = f"{values['images_per_s']:.0f} images/s, data wait {values['data_wait']:.0%}"
+            self.bar.set_postfix_str(f"{headline}, {speed}", refresh=False)
+            self.bar.update(step - self.last_step)
+        self.accelerator.log(values, step=step)
+        self.last_step, self._last_time, self.clock.waited_s = step, time.perf_counter(), 0.0
+
+    def _report_faults(self) -> None:
+        if not self.faults:
+            return
+        self.num_faults += len(self.faults)
+        tqdm.write(
+            f"warning: {len(self.faults)} unreadable samples replaced by their neighbours ({self.num_faults} so far on "
+            f"process {self.accelerator.process_index}); the first: {self.faults[0]}"
+        )
+        self.faults.clear()
+
+    def add_picture(self, name: str, picture: Image.Image, step: int) -> None:
+        """Shows a picture in TensorBoard; on the first process only."""
+        writer = cast(SummaryWriter, self.accelerator.get_tracker("tensorboard", unwrap=True))
+        writer.add_image(name, np.asarray(picture), global_step=step, dataformats="HWC")
