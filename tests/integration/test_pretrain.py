@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -32,10 +33,17 @@ TINY_RUN = [
 
 
 LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
-TWO_PROCESSES = (
-    *LAUNCH, "--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no",
-    "--dynamo_backend", "no", "--main_process_port", "0",
-)  # fmt: skip
+
+
+def two_processes() -> tuple[str, ...]:
+    """The launcher of two processes on the CPU, on a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return (
+        *LAUNCH, "--multi_gpu", "--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "--main_process_port", port,
+    )  # fmt: skip
 
 
 def start(output: Path, *flags: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.Popen[str]:
@@ -108,7 +116,7 @@ def test_printed_commands_work(straight_run: tuple[Path, str]) -> None:
 
 
 def test_two_processes_give_the_same_losses_as_one(straight_run: tuple[Path, str], tmp_path: Path) -> None:
-    text = run(tmp_path / "run", "--data.batch_size_per_process", "32", launcher=TWO_PROCESSES)
+    text = run(tmp_path / "run", "--data.batch_size_per_process", "32", launcher=two_processes())
     assert "Warning" not in text
     assert "64 = 32 per process x 2 processes" in text
     assert text.count("1,797 images") == 1  # one process speaks
@@ -176,7 +184,7 @@ def test_two_processes_stop_at_the_same_step_when_their_launcher_is_told_to(tmp_
     """Ctrl-C on the launcher: torchrun passes SIGTERM or SIGINT on to each process."""
     output = tmp_path / "run"
     flags = ("--data.batch_size_per_process", "32", "--num_steps", "400", "--run.log_every_steps", "5")
-    process = start(output, *flags, launcher=TWO_PROCESSES)
+    process = start(output, *flags, launcher=two_processes())
     wait_for_step(output, 10)
     os.killpg(process.pid, signal.SIGINT)
     text, _ = process.communicate(timeout=60)
