@@ -27,7 +27,7 @@ def digits_shards() -> Path:
     Raises:
         DataError: the folder can not be written, or was damaged since.
     """
-    folder = _cache_folder() / "digits-v1"
+    folder = cache_folder() / "digits-v1"
     if not folder.exists():
         try:
             _write_digits(folder)
@@ -41,7 +41,8 @@ def digits_shards() -> Path:
     return folder
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """The user's cache: `$MAE_VIT_CACHE`, else `$XDG_CACHE_HOME/mae-vit`, else `~/.cache/mae-vit`."""
     if chosen := os.environ.get("MAE_VIT_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mae-vit"

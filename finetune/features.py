@@ -5,7 +5,6 @@ Shapes: N samples, n blocks, D encoder width.
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from data.digits import cache_folder
 from data.evaluation import evaluation_batches
 from data.shards import ShardSet
 from data.transforms import Normalization
@@ -116,7 +116,5 @@ def _read(path: Path) -> Features | None:
 
 
 def feature_cache() -> Path:
-    """Folder of cached features: `$MAE_VIT_CACHE`, else `$XDG_CACHE_HOME/mae-vit`, else `~/.cache/mae-vit`, + "/features"."""
-    if chosen := os.environ.get("MAE_VIT_CACHE"):
-        return Path(chosen) / "features"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mae-vit" / "features"
+    """Folder of cached features, in the user's cache."""
+    return cache_folder() / "features"

@@ -1,0 +1,81 @@
+"""The probe scripts as a user runs them, on an encoder that was exported."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from data.shards import ShardSet
+from data.transforms import Normalization
+from models.mae import MAEConfig, build_mae
+from pretrain.report import export_encoder
+from scripts import knn_probe, linear_probe
+
+
+@pytest.fixture
+def common(tiny_config: MAEConfig, picture_shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags of both scripts: an untrained encoder, and pictures that are test and training set at once."""
+    monkeypatch.setenv("MAE_VIT_CACHE", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    export_encoder(tmp_path, build_mae(tiny_config), tiny_config, Normalization((0.5,) * 3, (0.25,) * 3))
+    data = str(picture_shards.root)
+    return [
+        "--encoders",
+        str(tmp_path),
+        "--train",
+        data,
+        "--test",
+        data,
+        "--num_workers",
+        "0",
+        "--output",
+        f"{tmp_path}/out.json",
+    ]
+
+
+def test_linear_probe_prints_a_table_and_writes_its_results(
+    common: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--random_baseline", "True", "--seeds", "2", "--num_steps", "200", "--lrs", "1e-2", "1e-1", "--weight_decays", "0"]
+    monkeypatch.setattr(sys, "argv", ["linear_probe.py", *common, *flags, "--logistic_regression", "True"])
+    linear_probe.main()
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split()[:3] == ["encoder", "view", "test"]
+    assert sum("(random weights)" in line for line in table) == 3  # CLS, mean, logistic regression
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    linear = {result["view"]: result["test_accuracy"] for result in results[:2]}
+    assert linear.keys() == {"cls/2", "mean/2"}
+    # 53 random pictures that are in the training set too: 32 numbers are enough to know nearly all by heart.
+    assert min(linear["mean/2"]) > 0.8
+    assert len(linear["mean/2"]) == 2
+
+
+def test_knn_probe_finds_each_picture_in_the_training_set(
+    common: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["knn_probe.py", *common, "--ks", "1", "53"])
+    knn_probe.main()
+    assert "1-NN" in capsys.readouterr().out
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [result["accuracy"]["1"] for result in results] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--encoders", "no_such_model"], "is no run folder"),
+        (["--train", "/nowhere"], "/nowhere does not exist"),
+        (["--last_blocks", "3"], "has only 2 blocks"),
+        (["--train", "digits"], "differ: number 0 is 0 in the first, even in the second"),
+    ],
+)
+def test_mistakes_end_in_one_line(
+    common: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["knn_probe.py", *common, *flags])
+    with pytest.raises(SystemExit) as caught:
+        knn_probe.main()
+    assert caught.value.code == 2
+    assert message in capfd.readouterr().err
