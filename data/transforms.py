@@ -37,7 +37,8 @@ class Normalization(NamedTuple):
 @functools.lru_cache(maxsize=8)
 def _on_device(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and std as (1, C, 1, 1), copied to the device once: a copy makes the host wait for the device."""
-    mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in normalization)
+    with torch.inference_mode(False):  # whoever asks first must not leave inference tensors to a training step
+        mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1) for values in normalization)
     return mean, std
 
 

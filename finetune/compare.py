@@ -1,5 +1,6 @@
 """What the probe scripts share: encoders side by side on one labelled data set, a table and a JSON file."""
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
 
 from data.digits import digits_shards
 from data.shards import NO_LABEL, ShardSet, open_shards
 from finetune.features import Features, extract_features, feature_cache
 from models.formats import PretrainedEncoder, load_encoder
+from models.position import sincos_2d
 from training.checkpoint import replacing
 from training.cli import UserError
 from training.machine import best_device
@@ -124,18 +127,25 @@ def check_same_classes(train: ShardSet, test: ShardSet) -> None:
 
 
 def with_random_weights(encoder: PretrainedEncoder, seed: int) -> PretrainedEncoder:
-    """The same architecture, initialised anew as timm does; a fixed position table stays as it is."""
-    import copy
-
+    """The same architecture, initialised anew as timm does; only a fixed sin-cos table, which was never trained, is kept."""
     model = copy.deepcopy(encoder.model)
-    table = model.pos_embed.detach().clone() if isinstance(model.pos_embed, nn.Parameter) else None
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model.init_weights()
-    if table is not None and isinstance(model.pos_embed, nn.Parameter):
+    table = encoder.model.pos_embed
+    if isinstance(table, nn.Parameter) and isinstance(model.pos_embed, nn.Parameter) and _is_sincos(encoder.model, table):
         with torch.no_grad():
             model.pos_embed.copy_(table)
     return encoder._replace(model=model)
+
+
+def _is_sincos(model: VisionTransformer, table: Tensor) -> bool:
+    """Says whether a position table is the fixed one: files of weights do not say what was trained."""
+    if table.shape[-1] % 4:
+        return False
+    rows, columns = model.patch_embed.grid_size
+    fixed = sincos_2d(table.shape[-1], (rows, columns), table.shape[1] - rows * columns).float()
+    return torch.allclose(table[0].cpu(), fixed, atol=1e-5)
 
 
 def write_json(path: str, record: dict[str, Any]) -> None:

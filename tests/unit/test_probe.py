@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,14 @@ from torch.nn import functional as F
 
 from data.evaluation import evaluation_batches
 from data.shards import ShardSet
+from data.transforms import Normalization
+from finetune.compare import with_random_weights
 from finetune.features import extract_features
 from finetune.probe import Setting, accuracy, fit_linear_grid, knn_accuracy, linear_probe, split_held_out
 from models.formats import PretrainedEncoder, load_encoder
 from models.mae import MAEConfig, build_mae
+from models.position import PositionKind
+from pretrain.report import export_encoder
 
 
 def clouds(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -99,9 +104,6 @@ def test_every_sample_is_measured_once_and_in_order(picture_shards: ShardSet, wo
 
 @pytest.fixture
 def encoder(tiny_config: MAEConfig, tmp_path: Path) -> PretrainedEncoder:
-    from data.transforms import Normalization
-    from pretrain.report import export_encoder
-
     torch.manual_seed(0)
     export_encoder(tmp_path, build_mae(tiny_config), tiny_config, Normalization((0.4,) * 3, (0.2,) * 3))
     return load_encoder(str(tmp_path))
@@ -136,3 +138,13 @@ def test_cached_features_are_used_again_but_not_for_other_weights(
     with torch.no_grad():
         encoder.model.blocks[0].get_parameter("norm1.weight").mul_(2)
     assert not torch.equal(extract(), first)
+
+
+@pytest.mark.parametrize("kind", ["sincos_2d", "learned"])
+def test_random_baseline_keeps_nothing_that_was_trained(tiny_config: MAEConfig, tmp_path: Path, kind: PositionKind) -> None:
+    config = dataclasses.replace(tiny_config, pos_embed=kind)
+    export_encoder(tmp_path, build_mae(config), config, Normalization((0.5,) * 3, (0.25,) * 3))
+    trained = load_encoder(str(tmp_path)).model.state_dict()
+    random = with_random_weights(load_encoder(str(tmp_path)), seed=0).model.state_dict()
+    kept = {name for name, tensor in random.items() if tensor.ndim > 1 and torch.equal(tensor, trained[name])}
+    assert kept == ({"pos_embed"} if kind == "sincos_2d" else set())

@@ -78,3 +78,12 @@ def test_centre_crop_covers_and_centres(size: tuple[int, int], expected: tuple[i
     assert crop.shape == (1, *expected)
     assert crop[0, :, : expected[1] // 2 - 2].max() <= 10
     assert crop[0, :, expected[1] // 2 + 2 :].min() >= 190
+
+
+def test_normalisation_first_used_in_inference_mode_serves_training_too() -> None:
+    normalization = Normalization((0.123,), (0.456,))
+    images = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
+    with torch.inference_mode():
+        normalization.apply(images)
+    weight = torch.ones(1, requires_grad=True)
+    normalization.invert(normalization.apply(images) * weight)  # multiplies what needs a gradient by mean and std
