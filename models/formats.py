@@ -74,6 +74,11 @@ class PretrainedEncoder(NamedTuple):
     """Per channel, in units of the 0..1 range."""
     std: tuple[float, ...]
     """Per channel, in the same units."""
+    timm_name: str
+    """With `timm_arguments`: how to build the same architecture anew."""
+    timm_arguments: dict[str, Any]
+    """`timm.create_model(timm_name, **timm_arguments)` builds a model that takes the weights of `model`; JSON can hold them.
+    Among them are img_size, in_chans and num_classes=0."""
 
 
 def load_encoder(source: str) -> PretrainedEncoder:
@@ -117,10 +122,8 @@ def _load_export(path: Path) -> PretrainedEncoder:
         raise ValueError(f"encoder {path}: is a safetensors file, but not an encoder that this project exported") from None
     except (OSError, SafetensorError) as error:
         raise ValueError(f"encoder {path}: cannot be read, it may be cut off ({error})") from error
-    model = timm.create_model(record["timm_model"], **record["timm_arguments"], attn_layer=Attention)
-    size = tuple(record["timm_arguments"]["img_size"])
-    in_chans = record["timm_arguments"]["in_chans"]
-    return _filled(path, model, state, size, in_chans, tuple(record["mean"]), tuple(record["std"]))
+    mean, std = tuple(record["mean"]), tuple(record["std"])
+    return _built(path, record["timm_model"], record["timm_arguments"], state, mean, std)
 
 
 def _load_facebook_mae(path: Path) -> PretrainedEncoder:
@@ -138,11 +141,14 @@ def _load_facebook_mae(path: Path) -> PretrainedEncoder:
     if preset is None:
         raise ValueError(f"encoder {path}: has the width {embed_dim}, which none of {', '.join(ENCODER_PRESETS)} has")
     edge = round((state["pos_embed"].shape[1] - 1) ** 0.5) * patch_size
-    model = timm.create_model(
-        preset.timm_name, num_classes=0, img_size=edge, patch_size=patch_size, in_chans=in_chans,
-        depth=len({name.split(".")[1] for name in state if name.startswith("blocks.")}), attn_layer=Attention,
-    )  # fmt: skip
-    return _filled(path, model, state, (edge, edge), in_chans, IMAGENET_MEAN, IMAGENET_STD)
+    arguments = {
+        "img_size": [edge, edge],
+        "patch_size": patch_size,
+        "in_chans": in_chans,
+        "depth": len({name.split(".")[1] for name in state if name.startswith("blocks.")}),
+        "num_classes": 0,
+    }
+    return _built(path, preset.timm_name, arguments, state, IMAGENET_MEAN, IMAGENET_STD)
 
 
 def _load_timm(name: str) -> PretrainedEncoder:
@@ -154,21 +160,25 @@ def _load_timm(name: str) -> PretrainedEncoder:
         raise ValueError(f"encoder {name}: is a {type(model).__name__}, not a vision transformer")
     config = resolve_model_data_config(model)
     channels, height, width = config["input_size"]
-    return PretrainedEncoder(model.eval(), (height, width), channels, tuple(config["mean"]), tuple(config["std"]))
+    arguments = {"img_size": [height, width], "in_chans": channels, "num_classes": 0}
+    mean, std = tuple(config["mean"]), tuple(config["std"])
+    return PretrainedEncoder(model.eval(), (height, width), channels, mean, std, name, arguments)
 
 
-def _filled(
+def _built(
     path: Path,
-    model: torch.nn.Module,
+    timm_name: str,
+    timm_arguments: dict[str, Any],
     state: dict[str, Tensor],
-    img_size: tuple[int, ...],
-    in_chans: int,
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> PretrainedEncoder:
+    """Builds the architecture and fills it with weights."""
+    model = timm.create_model(timm_name, **timm_arguments, attn_layer=Attention)
     assert isinstance(model, VisionTransformer)
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
         raise ValueError(f"encoder {path}: its weights do not fit: {' '.join(str(error).split())[:400]}") from error
-    return PretrainedEncoder(model.eval(), (img_size[0], img_size[1]), in_chans, mean, std)
+    height, width = timm_arguments["img_size"]
+    return PretrainedEncoder(model.eval(), (height, width), timm_arguments["in_chans"], mean, std, timm_name, timm_arguments)

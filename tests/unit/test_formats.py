@@ -2,11 +2,12 @@ import json
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file, save_file
 
 from data.transforms import Normalization
-from models.formats import load_encoder
+from models.formats import PretrainedEncoder, load_encoder
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
 from pretrain.report import export_encoder
 
@@ -17,6 +18,21 @@ def exported(tiny_config: MAEConfig, tiny_mae: MaskedAutoencoder, tmp_path: Path
     return tmp_path
 
 
+def assert_can_be_built_anew(encoder: PretrainedEncoder) -> None:
+    """The name and arguments that travel with an encoder, through JSON too, build a model that takes its weights."""
+    arguments = json.loads(json.dumps(encoder.timm_arguments))
+    assert (tuple(arguments["img_size"]), arguments["in_chans"], arguments["num_classes"]) == (
+        encoder.img_size,
+        encoder.in_chans,
+        0,
+    )
+    again = timm.create_model(encoder.timm_name, **arguments).eval()
+    again.load_state_dict(encoder.model.state_dict(), strict=True)
+    images = torch.randn(2, encoder.in_chans, *encoder.img_size)
+    with torch.no_grad():
+        torch.testing.assert_close(again.forward_features(images), encoder.model.forward_features(images))
+
+
 def test_run_folder_and_exported_file_give_the_encoder_and_its_input(exported: Path, tiny_mae: MaskedAutoencoder) -> None:
     images = torch.randn(2, 3, 32, 32)
     for source in (exported, exported / "encoder.safetensors"):
@@ -24,6 +40,7 @@ def test_run_folder_and_exported_file_give_the_encoder_and_its_input(exported: P
         assert (encoder.img_size, encoder.in_chans) == ((32, 32), 3)
         assert (encoder.mean, encoder.std) == ((0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
         assert not encoder.model.training
+        assert_can_be_built_anew(encoder)
         with torch.no_grad():
             features = encoder.model.forward_features(images)
             torch.testing.assert_close(features, tiny_mae.encoder.forward_features(images))
@@ -35,9 +52,20 @@ def test_facebook_mae_files_load_by_the_shapes_of_their_weights(tmp_path: Path) 
     state = {name.split(".", 1)[1]: tensor for name, tensor in model.state_dict().items()}
     torch.save({"model": state}, tmp_path / "mae.pth")
     encoder = load_encoder(str(tmp_path / "mae.pth"))
+    assert_can_be_built_anew(encoder)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(encoder.model.forward_features(images), model.encoder.forward_features(images))
+
+
+def test_encoders_of_timm_say_how_they_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pretrained flag is taken out: tests download nothing."""
+    create = timm.create_model
+    monkeypatch.setattr("models.formats.timm.create_model", lambda name, **arguments: create(name, num_classes=0))
+    encoder = load_encoder("vit_tiny_patch16_384")
+    monkeypatch.undo()
+    assert (encoder.timm_name, encoder.img_size, encoder.in_chans) == ("vit_tiny_patch16_384", (384, 384), 3)
+    assert_can_be_built_anew(encoder)
 
 
 def test_an_encoder_is_never_partly_random(exported: Path) -> None:
