@@ -1,24 +1,19 @@
-"""Weights in and out: between this project's models, timm and facebookresearch/mae."""
+"""Weights in and out: between this project's models, timm, facebookresearch/mae and transformers."""
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-import torch
 from safetensors import SafetensorError, safe_open
 from timm.data.config import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.attention import Attention
 from models.encoder import ENCODER_PRESETS, EncoderConfig, encoder_sizes
+from models.foreign import IMAGENET_MEAN, IMAGENET_STD, read_torch_file, read_transformers
 from models.mae import MaskedAutoencoder
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-"""What facebookresearch/mae normalises with; its files do not say so."""
 
 
 def from_facebook_mae(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,6 +74,18 @@ class PretrainedEncoder(NamedTuple):
     timm_arguments: dict[str, Any]
     """`timm.create_model(timm_name, **timm_arguments)` builds a model that takes the weights of `model`; JSON can hold them.
     Among them are img_size, in_chans and num_classes=0."""
+    norm_eps: float | None = None
+    """What the LayerNorms add to the variance, where it is not what timm gives them; for `set_norm_eps`."""
+
+
+def set_norm_eps(model: nn.Module, norm_eps: float | None) -> None:
+    """Sets what every LayerNorm of a model adds to the variance; None leaves it.
+
+    timm takes it inside a function only, and `timm_arguments` hold nothing that JSON cannot.
+    """
+    for module in model.modules():
+        if norm_eps is not None and isinstance(module, nn.LayerNorm):
+            module.eps = norm_eps
 
 
 def load_encoder(source: str) -> PretrainedEncoder:
@@ -86,7 +93,8 @@ def load_encoder(source: str) -> PretrainedEncoder:
 
     Args:
         source: a run folder of this project, an exported `encoder.safetensors`, a checkpoint file (.pth) of
-            facebookresearch/mae, or the name of a timm vision transformer (whose weights timm downloads).
+            facebookresearch/mae, a folder of transformers with a ViTMAE or ViT (config.json and weights), or the name of a timm
+            vision transformer (whose weights timm downloads).
 
     Raises:
         ValueError: nothing like that is found, or the weights are not those of a vision transformer.
@@ -94,8 +102,13 @@ def load_encoder(source: str) -> PretrainedEncoder:
     path = Path(source)
     if (path / "encoder.safetensors").is_file():
         return _load_export(path / "encoder.safetensors")
+    if (path / "config.json").is_file():
+        return _load_transformers(path)
     if path.is_dir():
-        raise ValueError(f"encoder {source}: the folder holds no encoder.safetensors; a run writes it at its end")
+        raise ValueError(
+            f"encoder {source}: the folder holds no encoder.safetensors (a run writes it at its end), and no config.json of "
+            "transformers"
+        )
     if path.suffix == ".safetensors" and path.is_file():
         return _load_export(path)
     if path.suffix in (".pth", ".pt") and path.is_file():
@@ -103,8 +116,8 @@ def load_encoder(source: str) -> PretrainedEncoder:
     if timm.is_model(source):
         return _load_timm(source)
     raise ValueError(
-        f"encoder {source}: is no run folder, no encoder.safetensors, no .pth of facebookresearch/mae, and no model of timm"
-        + _similar(source)
+        f"encoder {source}: is no run folder, no encoder.safetensors, no .pth of facebookresearch/mae, no folder of "
+        f"transformers, and no model of timm{_similar(source)}"
     )
 
 
@@ -123,17 +136,14 @@ def _load_export(path: Path) -> PretrainedEncoder:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"encoder {path}: cannot be read, it may be cut off ({error})") from error
     mean, std = tuple(record["mean"]), tuple(record["std"])
-    return _built(path, record["timm_model"], record["timm_arguments"], state, mean, std)
+    return _built(path, record["timm_model"], record["timm_arguments"], state, mean, std, record.get("norm_eps"))
 
 
 def _load_facebook_mae(path: Path) -> PretrainedEncoder:
     """Sizes are read from the shapes of the weights: the files carry no description."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)  # runs no code that the file may hold
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"encoder {path}: cannot be read ({' '.join(str(error).split())[:200]})") from error
+    content = read_torch_file(path)
     state = content.get("model", content)
-    if "patch_embed.proj.weight" not in state or "pos_embed" not in state:
+    if not isinstance(state, dict) or "patch_embed.proj.weight" not in state or "pos_embed" not in state:
         raise ValueError(f"encoder {path}: does not hold the weights of a facebookresearch/mae model")
     state = {name: tensor for name, tensor in state.items() if not _is_decoder(name)}
     embed_dim, in_chans, patch_size, _ = state["patch_embed.proj.weight"].shape
@@ -149,6 +159,11 @@ def _load_facebook_mae(path: Path) -> PretrainedEncoder:
         "num_classes": 0,
     }
     return _built(path, preset.timm_name, arguments, state, IMAGENET_MEAN, IMAGENET_STD)
+
+
+def _load_transformers(folder: Path) -> PretrainedEncoder:
+    found = read_transformers(folder)
+    return _built(folder, found.timm_name, found.timm_arguments, found.state, found.mean, found.std, found.norm_eps)
 
 
 def _load_timm(name: str) -> PretrainedEncoder:
@@ -172,13 +187,16 @@ def _built(
     state: dict[str, Tensor],
     mean: tuple[float, ...],
     std: tuple[float, ...],
+    norm_eps: float | None = None,
 ) -> PretrainedEncoder:
     """Builds the architecture and fills it with weights."""
     model = timm.create_model(timm_name, **timm_arguments, attn_layer=Attention)
     assert isinstance(model, VisionTransformer)
+    set_norm_eps(model, norm_eps)
     try:
         model.load_state_dict(state, strict=True)
     except RuntimeError as error:
         raise ValueError(f"encoder {path}: its weights do not fit: {' '.join(str(error).split())[:400]}") from error
     height, width = timm_arguments["img_size"]
-    return PretrainedEncoder(model.eval(), (height, width), timm_arguments["in_chans"], mean, std, timm_name, timm_arguments)
+    in_chans = timm_arguments["in_chans"]
+    return PretrainedEncoder(model.eval(), (height, width), in_chans, mean, std, timm_name, timm_arguments, norm_eps)

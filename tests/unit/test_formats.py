@@ -5,9 +5,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
 
 from data.transforms import Normalization
-from models.formats import PretrainedEncoder, load_encoder
+from models.formats import PretrainedEncoder, load_encoder, set_norm_eps
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
 from pretrain.report import export_encoder
 
@@ -27,6 +28,8 @@ def assert_can_be_built_anew(encoder: PretrainedEncoder) -> None:
         0,
     )
     again = timm.create_model(encoder.timm_name, **arguments).eval()
+    assert isinstance(again, VisionTransformer)
+    set_norm_eps(again, encoder.norm_eps)
     again.load_state_dict(encoder.model.state_dict(), strict=True)
     images = torch.randn(2, encoder.in_chans, *encoder.img_size)
     with torch.no_grad():
@@ -83,6 +86,7 @@ def test_an_encoder_is_never_partly_random(exported: Path) -> None:
     [
         ("x.safetensors", b"", "cannot be read"),
         ("x.pth", None, "does not hold the weights"),
+        ("x.pth", b"", "cannot be read"),
         ("missing", None, "is no run folder"),
     ],
 )
@@ -95,6 +99,13 @@ def test_what_is_no_encoder_is_refused_by_name(tmp_path: Path, name: str, conten
     with pytest.raises(ValueError, match=message) as caught:
         load_encoder(str(path))
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"model": [1, 2]}])
+def test_torch_files_without_named_weights_are_refused(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "list.pth")
+    with pytest.raises(ValueError, match=r"list.pth: (holds a list|does not hold the weights)"):
+        load_encoder(str(tmp_path / "list.pth"))
 
 
 def test_files_that_would_run_code_are_not_unpickled(tmp_path: Path) -> None:
