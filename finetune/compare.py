@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from data.digits import digits_shards
 from data.shards import NO_LABEL, ShardSet, open_shards
-from finetune.features import Features, extract_features, feature_cache
 from models.formats import PretrainedEncoder, load_encoder
 from models.position import sincos_2d
 from training.checkpoint import replacing
 from training.cli import UserError
+from training.features import Features, extract_features, feature_cache
 from training.machine import best_device
 
 RANDOM_SUFFIX = " (random weights)"

@@ -7,8 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from finetune.compare import ProbeData, print_table, probed_encoders, write_json
-from finetune.probe import knn_accuracy
 from training.cli import parse_args, user_errors
+from training.knn import knn_accuracy
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ from data.evaluation import evaluation_batches
 from data.shards import ShardSet
 from data.transforms import Normalization
 from finetune.compare import with_random_weights
-from finetune.features import extract_features
-from finetune.probe import Setting, accuracy, fit_linear_grid, knn_accuracy, linear_probe, split_held_out
+from finetune.probe import Setting, accuracy, fit_linear_grid, linear_probe, split_held_out
 from models.formats import PretrainedEncoder, load_encoder
 from models.mae import MAEConfig, build_mae
 from models.position import PositionKind
 from pretrain.report import export_encoder
+from training.features import extract_features
+from training.knn import knn_accuracy
 
 
 def clouds(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -130,7 +131,7 @@ def test_cached_features_are_used_again_but_not_for_other_weights(
 
     first = extract()
     with monkeypatch.context() as patch:
-        patch.setattr("finetune.features.evaluation_batches", lambda *_: pytest.fail("computed again"))
+        patch.setattr("training.features.evaluation_batches", lambda *_: pytest.fail("computed again"))
         assert torch.equal(extract(), first)
     (cached,) = (tmp_path / "c").iterdir()
     cached.write_bytes(cached.read_bytes()[:100])

@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -84,6 +85,7 @@ def _compute(
             blocks = model.forward_intermediates(
                 images, indices=last_blocks, norm=True, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
             )
+        blocks = cast(list[tuple[Tensor, Tensor]], blocks)
         for offset, (patches, prefix) in enumerate(blocks):
             block = depth - last_blocks + offset + 1
             if model.has_class_token:
