@@ -20,7 +20,7 @@ from benchmarks.interleave import interleave, machine, median_ratio
 from models.mae import MAEConfig, build_mae
 from models.plain import plain_forward
 from training.machine import native_bfloat16
-from training.optim import OptimConfig, build_adamw
+from training.optim import OptimConfig, build_adamw, parameter_groups
 
 PRESETS = {
     "tiny4": MAEConfig(
@@ -41,7 +41,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = PRESETS[args.preset]
     model = build_mae(config).to(device)
-    optimizer = build_adamw(model, OptimConfig())
+    optimizer = build_adamw(parameter_groups(model, 0.05), OptimConfig())
     images = torch.randn(args.batch, config.in_chans, *config.img_size, device=device)
     noise = torch.rand(args.batch, model.encoder.num_patches, device=device)
     bfloat16 = native_bfloat16(device)

@@ -122,20 +122,9 @@ class Encoder(VisionTransformer):
         self.pos_embed.requires_grad_(pos_embed == "learned")
         self.init_weights()
 
-    @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:  # noqa: ARG002 (timm's signature)
-        """Initialises every parameter as the original does.
-
-        Linear weights Xavier-uniform with zero bias, the patch convolution Xavier-uniform on its (D, C * p * q) view with
-        torch's own bias, LayerNorms 1 and 0, the CLS token normal with std 0.02. Both arguments are timm's and not used.
-
-        Source: facebookresearch/mae models_mae.py `initialize_weights`.
-        """
-        self.apply(init_module_weights)
-        self.patch_embed.proj.reset_parameters()
-        nn.init.xavier_uniform_(self.patch_embed.proj.weight.flatten(1))  # a view: fills the weight itself
-        nn.init.normal_(self.cls_token, std=0.02)
-        init_position_table(self.pos_embed, self.position_kind, self.grid_size, self.num_prefix_tokens)
+        """Initialises every parameter; see `init_vit`. Both arguments are timm's and not used."""
+        init_vit(self, self.position_kind)
 
     def encode_patches(self, patches: Tensor, ids_keep: Tensor) -> Tensor:
         """Encodes the given patches only.
@@ -169,23 +158,8 @@ class Encoder(VisionTransformer):
         return patchify(images, self.patch_size)
 
     def layer_ids(self) -> dict[str, int]:
-        """Says which layer each parameter belongs to, for layer-wise learning rates.
-
-        Returns:
-            Parameter name -> 0 for the embeddings (CLS token, position table, patch embedding), i + 1 for block i, depth + 1
-            for the final norm. A head put on top belongs to depth + 1 too.
-
-        Source: facebookresearch/mae util/lr_decay.py `get_layer_id_for_vit`.
-        """
-
-        def layer_id(name: str) -> int:
-            if name in ("cls_token", "pos_embed") or name.startswith("patch_embed."):
-                return 0
-            if name.startswith("blocks."):
-                return int(name.split(".")[1]) + 1
-            return len(self.blocks) + 1
-
-        return {name: layer_id(name) for name, _ in self.named_parameters()}
+        """Says which layer each parameter belongs to; see the function of the same name."""
+        return layer_ids(self)
 
     def no_weight_decay(self) -> set[str]:
         """Names the parameters that take no weight decay in fine-tuning: vectors, the position table and the CLS token.
@@ -193,6 +167,49 @@ class Encoder(VisionTransformer):
         Source: facebookresearch/mae util/lr_decay.py.
         """
         return vector_parameters(self) | {"pos_embed", "cls_token"}
+
+
+def layer_ids(vit: VisionTransformer) -> dict[str, int]:
+    """Says which layer each parameter of a ViT belongs to, for layer-wise learning rates.
+
+    Returns:
+        Parameter name -> 0 for the embeddings (tokens, position table, patch embedding, norm before the blocks), i + 1 for
+        block i, depth + 1 for the final norm and everything of a head.
+
+    Source: facebookresearch/mae util/lr_decay.py `get_layer_id_for_vit`.
+    """
+    embeddings = ("cls_token", "reg_token", "dist_token", "pos_embed", "patch_embed.", "norm_pre.")
+
+    def layer_id(name: str) -> int:
+        if name.startswith(embeddings):
+            return 0
+        if name.startswith("blocks."):
+            return int(name.split(".")[1]) + 1
+        return len(vit.blocks) + 1
+
+    return {name: layer_id(name) for name, _ in vit.named_parameters()}
+
+
+@torch.no_grad()
+def init_vit(vit: VisionTransformer, position_kind: PositionKind) -> None:
+    """Initialises every parameter of a ViT as the original does, and its position table as said.
+
+    Linear weights Xavier-uniform with zero bias, the patch convolution Xavier-uniform on its (D, C * p * q) view with torch's
+    own bias, LayerNorms 1 and 0, the CLS token and its like normal with std 0.02.
+
+    Source: facebookresearch/mae models_mae.py `initialize_weights`.
+    """
+    vit.apply(init_module_weights)
+    projection = vit.patch_embed.proj
+    assert isinstance(projection, nn.Conv2d)
+    projection.reset_parameters()
+    nn.init.xavier_uniform_(projection.weight.flatten(1))  # a view: fills the weight itself
+    for token in (vit.cls_token, vit.reg_token, getattr(vit, "dist_token", None)):
+        if token is not None:
+            nn.init.normal_(token, std=0.02)
+    if vit.pos_embed is not None:
+        rows, columns = vit.patch_embed.grid_size
+        init_position_table(vit.pos_embed, position_kind, (rows, columns), vit.pos_embed.shape[1] - rows * columns)
 
 
 def vector_parameters(module: nn.Module) -> set[str]:

@@ -88,13 +88,14 @@ def set_norm_eps(model: nn.Module, norm_eps: float | None) -> None:
             module.eps = norm_eps
 
 
-def load_encoder(source: str) -> PretrainedEncoder:
+def load_encoder(source: str, *, weights: bool = True) -> PretrainedEncoder:
     """Loads an encoder; every weight of it comes from the source, or the loading fails.
 
     Args:
         source: a run folder of this project, an exported `encoder.safetensors`, a checkpoint file (.pth) of
             facebookresearch/mae, a folder of transformers with a ViTMAE or ViT (config.json and weights), or the name of a timm
             vision transformer (whose weights timm downloads).
+        weights: False where the architecture is all that is wanted: nothing is downloaded.
 
     Raises:
         ValueError: nothing like that is found, or the weights are not those of a vision transformer.
@@ -114,7 +115,7 @@ def load_encoder(source: str) -> PretrainedEncoder:
     if path.suffix in (".pth", ".pt") and path.is_file():
         return _load_facebook_mae(path)
     if timm.is_model(source):
-        return _load_timm(source)
+        return _load_timm(source, weights)
     raise ValueError(
         f"encoder {source}: is no run folder, no encoder.safetensors, no .pth of facebookresearch/mae, no folder of "
         f"transformers, and no model of timm{_similar(source)}"
@@ -166,9 +167,9 @@ def _load_transformers(folder: Path) -> PretrainedEncoder:
     return _built(folder, found.timm_name, found.timm_arguments, found.state, found.mean, found.std, found.norm_eps)
 
 
-def _load_timm(name: str) -> PretrainedEncoder:
+def _load_timm(name: str, weights: bool) -> PretrainedEncoder:
     try:
-        model = timm.create_model(name, pretrained=True, num_classes=0)
+        model = timm.create_model(name, pretrained=weights, num_classes=0)
     except (RuntimeError, OSError) as error:
         raise ValueError(f"encoder {name}: timm cannot get its weights ({' '.join(str(error).split())[:200]})") from error
     if not isinstance(model, VisionTransformer):

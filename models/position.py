@@ -58,3 +58,27 @@ def init_position_table(table: Tensor, kind: PositionKind, grid_size: tuple[int,
         table.copy_(sincos_2d(table.shape[-1], grid_size, num_prefix_tokens).unsqueeze(0))
     else:
         torch.nn.init.trunc_normal_(table, std=0.02)
+
+
+def resize_position_table(
+    table: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int], num_prefix_tokens: int
+) -> Tensor:
+    """Interpolates a position table to another grid of patches: bicubic, without antialiasing; prefix rows stay.
+
+    Args:
+        table: (1, num_prefix_tokens + old rows * old columns, D).
+        old_grid: (rows, columns) that it is for.
+        new_grid: (rows, columns) wanted.
+        num_prefix_tokens: rows in front that belong to no patch.
+
+    Returns:
+        (1, num_prefix_tokens + new rows * new columns, D); the table itself where the grids are equal.
+
+    Source: facebookresearch/mae util/pos_embed.py `interpolate_pos_embed`; here from and to any rows x columns.
+    """
+    if old_grid == new_grid:
+        return table
+    prefix, patches = table[:, :num_prefix_tokens], table[:, num_prefix_tokens:]
+    image = patches.unflatten(1, old_grid).permute(0, 3, 1, 2)  # (1, D, rows, columns)
+    image = torch.nn.functional.interpolate(image.float(), size=new_grid, mode="bicubic", align_corners=False)
+    return torch.cat([prefix, image.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)], dim=1)

@@ -55,7 +55,7 @@ def test_groups_follow_the_model_and_leave_fixed_tables_out(tiny_mae: MaskedAuto
 
 
 def test_fused_adamw_is_adamw(tiny_mae: MaskedAutoencoder) -> None:
-    optimizer = build_adamw(tiny_mae, OptimConfig(weight_decay=0.3))
+    optimizer = build_adamw(parameter_groups(tiny_mae, 0.3), OptimConfig())
     twin = {name: parameter.detach().clone() for name, parameter in tiny_mae.named_parameters() if parameter.requires_grad}
     exempt = tiny_mae.no_weight_decay()
     moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in twin.items()}
@@ -86,7 +86,7 @@ def test_lr_scale_of_a_group_multiplies_the_schedule() -> None:
 
 
 def trained(model: MaskedAutoencoder, steps: int = 2) -> torch.optim.Optimizer:
-    optimizer = build_adamw(model, OptimConfig())
+    optimizer = build_adamw(parameter_groups(model, 0.05), OptimConfig())
     for step in range(steps):
         set_lr(optimizer, 1e-3)
         torch.manual_seed(step)
@@ -105,7 +105,7 @@ def test_checkpoint_restores_weights_and_optimizer_bit_for_bit(
     assert (checkpoint.step, checkpoint.config) == (2, {"seed": 3})
 
     other = build_mae(tiny_config)
-    other_optimizer = build_adamw(other, OptimConfig())
+    other_optimizer = build_adamw(parameter_groups(other, 0.05), OptimConfig())
     restore(checkpoint, other, other_optimizer)
     for model, its_optimizer in ((tiny_mae, optimizer), (other, other_optimizer)):  # one more step, the same on both
         set_lr(its_optimizer, 1e-3)
@@ -154,7 +154,7 @@ def test_checkpoint_of_another_model_is_refused(tiny_config: MAEConfig, tiny_mae
     checkpoint = read_checkpoint(save_checkpoint(tmp_path, 2, {}, tiny_mae, trained(tiny_mae), keep=1))
     wider = build_mae(dataclasses.replace(tiny_config, decoder_embed_dim=32))
     with pytest.raises(UserError, match="another model"):
-        restore(checkpoint, wider, build_adamw(wider, OptimConfig()))
+        restore(checkpoint, wider, build_adamw(parameter_groups(wider, 0.05), OptimConfig()))
 
 
 def test_only_the_newest_checkpoints_stay(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
