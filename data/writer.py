@@ -16,6 +16,7 @@ import secrets
 import shutil
 import signal
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +32,7 @@ from data.errors import BadImage, DataError
 from data.shards import (
     IMAGE_SUFFIXES,
     INDEX_NAME,
+    MAKE_COMMAND,
     MANIFEST_NAME,
     NO_LABEL,
     SAMPLE_DTYPE,
@@ -41,6 +43,7 @@ from data.shards import (
 
 # Mean and standard deviation are measured on about this many images; their error is then below 0.01 for photographs.
 NUM_MEASURED = 2000
+NUM_NAMED = 5  # unreadable images that `describe_left_out` names
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -99,7 +102,7 @@ def list_images(source: str | Path, *, labelled: bool = True) -> ImageList:
     if num_direct:
         raise DataError(
             f"{source} holds {num_direct} images directly and {len(names) - num_direct} in folders, so it is not clear "
-            f"what the classes are; move the images into class folders, or take all without labels: labelled = False"
+            f"what the classes are; move all into class folders, or pack without labels: `{MAKE_COMMAND} --labelled False`"
         )
     # A class folder without images keeps its number: a validation split may lack a class that the training split has.
     class_names = sorted(entry.name for entry in source.iterdir() if entry.is_dir() and not entry.name.startswith("."))
@@ -256,6 +259,21 @@ def write_shards(
     finally:  # whatever happened, an interrupt included; after the rename there is nothing to remove
         shutil.rmtree(partial, ignore_errors=True)
     return result
+
+
+def describe_left_out(images: ImageList, result: WriteResult) -> list[str]:
+    """Says which files of the source are not in the shards, one fact a line; nothing where all are."""
+    lines = []
+    if images.num_ignored:
+        lines.append(f"ignored {images.num_ignored} file(s) that are not images by their suffix")
+    if result.unreadable:
+        causes = Counter(bad.cause for bad in result.unreadable)
+        counts = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
+        lines.append(f"left out {len(result.unreadable)} unreadable image(s): {counts}")
+        lines += [f"  {bad.name}: {bad.reason}" for bad in result.unreadable[:NUM_NAMED]]
+        if len(result.unreadable) > NUM_NAMED:
+            lines.append(f"  and {len(result.unreadable) - NUM_NAMED} more")
+    return lines
 
 
 def _plan_shards(

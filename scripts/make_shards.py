@@ -3,17 +3,14 @@
 python scripts/make_shards.py --source photos --output photo-shards
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.errors import DataError
 from data.shards import describe_manifest
-from data.writer import ImageList, WriteResult, list_images, write_shards
+from data.writer import ImageList, WriteResult, describe_left_out, list_images, write_shards
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
-
-NUM_NAMED = 5  # unreadable images that the summary names
 
 
 @dataclass(frozen=True)
@@ -64,16 +61,7 @@ def main() -> None:
 def summarize(output: Path, images: ImageList, result: WriteResult) -> str:
     """Returns what was made, one fact a line, and the command that uses it."""
     *lines, command = describe_manifest(output, result.manifest)
-    if images.num_ignored:
-        lines.append(f"ignored {images.num_ignored} file(s) that are not images by their suffix")
-    if result.unreadable:
-        causes = Counter(bad.cause for bad in result.unreadable)
-        counts = ", ".join(f"{count} {cause}" for cause, count in causes.most_common())
-        lines.append(f"left out {len(result.unreadable)} unreadable image(s): {counts}")
-        lines += [f"  {bad.name}: {bad.reason}" for bad in result.unreadable[:NUM_NAMED]]
-        if len(result.unreadable) > NUM_NAMED:
-            lines.append(f"  and {len(result.unreadable) - NUM_NAMED} more")
-    return "\n".join([*lines, command])
+    return "\n".join([*lines, *describe_left_out(images, result), command])
 
 
 if __name__ == "__main__":
