@@ -11,8 +11,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from data.digits import digits_shards
-from data.shards import NO_LABEL, ShardSet, open_shards
+from data.shards import ShardSet
+from data.sources import open_dataset
 from models.formats import PretrainedEncoder, load_encoder
 from models.position import sincos_2d
 from training.checkpoint import replacing
@@ -98,14 +98,7 @@ def probed_encoders(config: ProbeData) -> Iterator[ProbedEncoder]:
 
 def open_labelled(path: str) -> ShardSet:
     """Opens a data set of which every sample must have a label."""
-    shards = open_shards(digits_shards() if path == "digits" else path)
-    unlabelled = int((shards.labels == NO_LABEL).sum())
-    if unlabelled:
-        raise UserError(
-            f"{path}: {unlabelled} of {len(shards)} samples have no label; a probe needs them all: "
-            "write the shards from class folders or from a table with the column label"
-        )
-    return shards
+    return open_dataset(path, labelled=True)
 
 
 def check_same_classes(train: ShardSet, test: ShardSet) -> None:

@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.digits import digits_shards
 from data.loader import Batch, BatchLoader, choose_normalization, preview_images
-from data.shards import ShardSet, open_shards
+from data.shards import ShardSet
+from data.sources import open_dataset
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import Normalization
 from models.mae import MaskedAutoencoder, build_mae
@@ -105,8 +105,8 @@ def set_up(config: PretrainConfig) -> Pretraining:
 def open_training_shards(train: str) -> ShardSet:
     """Opens the data set that `data.train` names."""
     if not train:
-        raise UserError('no data given: --data.train FOLDER (or "digits"); make a folder with scripts/make_shards.py')
-    return open_shards(digits_shards() if train == "digits" else train)
+        raise UserError('no data given: --data.train FOLDER (of images or of shards), a CSV table of images, or "digits"')
+    return open_dataset(train)
 
 
 def identity(config: PretrainConfig, shards: ShardSet, plan: BatchPlan, accelerator: Accelerator) -> dict[str, object]:

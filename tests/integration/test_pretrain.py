@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from data.shards import ShardSet
 from pretrain.main import main
+from tests.conftest import write_pictures
 from training.checkpoint import checkpoint_path, read_checkpoint
 
 TINY_RUN = [
@@ -239,15 +240,13 @@ def test_mistakes_end_in_one_clear_line(
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
-def test_empty_folder_and_folder_of_pictures_are_refused_with_the_way_out(
+def test_an_empty_folder_is_refused_with_the_way_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = ["--output_dir", str(tmp_path / "run"), *TINY_RUN, "--data.train"]
     (tmp_path / "empty").mkdir()
-    assert "empty" in refused(capfd, monkeypatch, *common, str(tmp_path / "empty"))
-    (tmp_path / "pictures").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / "a.png")
-    assert "scripts/make_shards.py" in refused(capfd, monkeypatch, *common, str(tmp_path / "pictures"))
+    flags = ("--output_dir", str(tmp_path / "run"), *TINY_RUN, "--data.train", str(tmp_path / "empty"))
+    message = refused(capfd, monkeypatch, *flags)
+    assert "empty is empty; expected a folder of shards, a folder of images" in message
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
@@ -279,6 +278,26 @@ def run_here(monkeypatch: pytest.MonkeyPatch, output: Path, *flags: str) -> int:
     """Runs the program in this process, which is faster than a new one; gives its exit status."""
     monkeypatch.setattr(sys, "argv", ["main.py", "--output_dir", str(output), *TINY_RUN, *flags])
     return main()
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_folder_of_pictures_trains_directly_and_a_resumed_run_finds_it_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MAE_VIT_CACHE", str(tmp_path / "cache"))
+    write_pictures(tmp_path / "pictures", 12)
+    flags = ("--data.train", str(tmp_path / "pictures"), "--model.in_chans", "3", "--data.batch_size_per_process", "4",
+             "--data.num_workers", "0", "--optim.warmup_epochs", "0", "--num_steps", "3")  # fmt: skip
+    assert run_here(monkeypatch, tmp_path / "run", *flags) == 0
+    told = capfd.readouterr()
+    assert f"packing the 12 images of {tmp_path / 'pictures'}" in told.err
+    assert "12 images in 1 shards" in told.out
+    whole = losses(tmp_path / "run")
+    assert len(whole) == 3
+    checkpoint_path(tmp_path / "run" / "checkpoints", 3).unlink()
+    assert run_here(monkeypatch, tmp_path / "run", *flags, "--resume", "auto") == 0
+    assert "packing" not in capfd.readouterr().err
+    assert losses(tmp_path / "run") == whole
 
 
 @pytest.mark.usefixtures("fresh_accelerator")
