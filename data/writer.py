@@ -1,52 +1,30 @@
-"""Images -> tar shards, and tar shards -> manifest and index.
+"""Images -> tar shards that `data/shards.py` opens.
 
-Two ways lead to a data set that `data/shards.py` opens: `write_shards` packs image files into new shards, and
-`index_tars` describes shards that another tool wrote. Both read every shard back with `_scan_shard`, so an index always
-says what is in the file, whoever wrote it. What a folder or a table of images holds, `list_images` finds out.
+`list_images` finds out what a folder or a table of images holds, `write_shards` packs it. Shards that another tool wrote
+are described by `data/indexing.py`.
 """
 
 import csv
-import hashlib
 import io
-import itertools
 import json
-import multiprocessing
 import os
 import secrets
 import shutil
-import signal
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from data.decode import decode_image, sniff_suffix
 from data.errors import BadImage, DataError
-from data.shards import (
-    IMAGE_SUFFIXES,
-    INDEX_NAME,
-    MAKE_COMMAND,
-    MANIFEST_NAME,
-    NO_LABEL,
-    SAMPLE_DTYPE,
-    Manifest,
-    ShardInfo,
-    split_name,
-)
+from data.indexing import NUM_MEASURED, ScannedShard, map_tasks, measure_image, scan_shard, spread, write_description
+from data.shards import IMAGE_SUFFIXES, MAKE_COMMAND, NO_LABEL, Manifest
 
-# Mean and standard deviation are measured on about this many images; their error is then below 0.01 for photographs.
-NUM_MEASURED = 2000
 NUM_NAMED = 5  # unreadable images that `describe_left_out` names
-
-Task = TypeVar("Task")
-Result = TypeVar("Result")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -206,7 +184,7 @@ class _ShardTask:
 
 
 class _WrittenShard(NamedTuple):
-    scan: "_ScannedShard | None"  # None: every image of it was unreadable
+    scan: ScannedShard | None  # None: every image of it was unreadable
     moments: list[np.ndarray]
     unreadable: list[Unreadable]
 
@@ -289,7 +267,7 @@ def _plan_shards(
         if position > starts[-1] and (position - starts[-1] == samples_per_shard or num_bytes > max_shard_bytes):
             starts.append(position)
             num_bytes = sizes[number]
-    measured = _spread(len(order), NUM_MEASURED)
+    measured = spread(len(order), NUM_MEASURED)
     return [
         _ShardTask(
             path=folder / f"{shard_number:06d}.tar",
@@ -310,15 +288,10 @@ def _file_size(path: Path) -> int:
         return 0
 
 
-def _spread(num_items: int, num_wanted: int) -> np.ndarray:
-    """Returns at most `num_wanted` of the positions 0 .. num_items - 1, evenly spread."""
-    return np.unique(np.linspace(0, num_items - 1, min(num_items, num_wanted)).astype(np.int64))
-
-
 def _write_all(images: ImageList, folder: Path, tasks: list[_ShardTask], num_workers: int, progress: bool) -> WriteResult:
     written: list[_WrittenShard] = []
     with tqdm(total=len(images.files), desc="packing", unit="image", disable=not progress) as bar:
-        for task, shard in zip(tasks, _map(_write_shard, tasks, num_workers), strict=True):
+        for task, shard in zip(tasks, map_tasks(_write_shard, tasks, num_workers), strict=True):
             written.append(shard)
             bar.update(len(task.files))
     unreadable = tuple(bad for shard in written for bad in shard.unreadable)
@@ -329,7 +302,7 @@ def _write_all(images: ImageList, folder: Path, tasks: list[_ShardTask], num_wor
         )
     scans = [shard.scan for shard in written if shard.scan is not None]
     moments = [moment for shard in written for moment in shard.moments]
-    return WriteResult(_write_description(folder, scans, moments, images.class_names), unreadable)
+    return WriteResult(write_description(folder, scans, moments, images.class_names), unreadable)
 
 
 def _write_shard(task: _ShardTask) -> _WrittenShard:
@@ -350,7 +323,7 @@ def _write_shard(task: _ShardTask) -> _WrittenShard:
     if len(unreadable) == len(task.files):
         task.path.unlink()
         return _WrittenShard(None, [], unreadable)
-    return _WrittenShard(_scan_shard(task.path), moments, unreadable)
+    return _WrittenShard(scan_shard(task.path), moments, unreadable)
 
 
 def _check_image(data: bytes, position: int, task: _ShardTask, moments: list[np.ndarray]) -> str:
@@ -359,7 +332,7 @@ def _check_image(data: bytes, position: int, task: _ShardTask, moments: list[np.
     if task.verify or position in task.measured or suffix is None:
         pixels = decode_image(data, None).numpy()
         if position in task.measured:
-            moments.append(_measure(pixels))
+            moments.append(measure_image(pixels))
     assert suffix is not None, "decode_image accepts what sniff_suffix does not know"
     return suffix
 
@@ -374,251 +347,3 @@ def _add_sample(tar: tarfile.TarFile, key: str, suffix: str, data: bytes, file: 
         member = tarfile.TarInfo(f"{key}.{member_suffix}")
         member.size = len(content)
         tar.addfile(member, io.BytesIO(content))
-
-
-def _map(function: Callable[[Task], Result], tasks: Sequence[Task], num_workers: int) -> Iterator[Result]:
-    """Yields the results in the order of the tasks, computed by processes, or here when `num_workers` is 0."""
-    if num_workers == 0:
-        yield from map(function, tasks)
-        return
-    # forkserver: the caller may hold threads (torch, tqdm), which a plain fork would copy in the middle of their work.
-    context = multiprocessing.get_context("forkserver")
-    num_workers = min(num_workers, len(tasks))
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_leave_interrupts_to_parent)
-    try:
-        yield from pool.map(function, tasks)
-    except BrokenProcessPool as error:
-        raise DataError(
-            f"one of {num_workers} worker processes was killed, most often for want of memory; give fewer num_workers"
-        ) from error
-    finally:  # shards that are being written are waited for, so that nobody writes into a folder that is removed
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _leave_interrupts_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Reading shards back
-
-
-class _ScannedShard(NamedTuple):
-    info: ShardInfo
-    rows: np.ndarray  # (num_samples,), SAMPLE_DTYPE
-
-
-class _IndexTask(NamedTuple):
-    path: Path
-    num_classes: int | None  # None: class numbers have no upper limit
-    num_measured: int  # images that mean and std are measured on
-
-
-def index_tars(
-    paths: Sequence[str | Path],
-    output_folder: str | Path,
-    *,
-    class_names: Sequence[str] = (),
-    num_workers: int = 0,
-    progress: bool = False,
-) -> Manifest:
-    """Describes tar shards that lie in a folder already, and writes the manifest and the index beside them.
-
-    Tars of webdataset, img2dataset, GNU tar and PAX are understood. The label of a sample is its `.cls` member, else
-    the integer "label" of its `.json` member; hidden members and members without a suffix are passed over.
-
-    Args:
-        paths: the shards, in the order that the index shall have; all directly in `output_folder`.
-        output_folder: where the shards lie.
-        class_names: name of class 0, 1, ...
-        num_workers: processes that read shards; 0 reads in this process.
-        progress: show a progress bar.
-
-    Raises:
-        DataError: a shard is no tar, is cut off, or holds samples that a reader could not tell apart or that have no
-            image; a label has no class name; the folder can not be written.
-    """
-    folder = Path(output_folder)
-    shard_paths = [Path(path) for path in paths]
-    if not shard_paths:
-        raise DataError(f"no tar shards were given for {folder}")
-    for path in shard_paths:
-        if path.resolve().parent != folder.resolve():
-            raise DataError(f"{path} does not lie in {folder}; move it there, or link to it")
-        if not path.is_file():
-            raise DataError(f"{path} does not exist")
-    scans: list[_ScannedShard] = []
-    moments: list[np.ndarray] = []
-    tasks = _plan_indexing(shard_paths, len(class_names) or None)
-    with tqdm(total=len(tasks), desc="indexing", unit="shard", disable=not progress) as bar:
-        for scan, shard_moments in _map(_index_shard, tasks, num_workers):
-            scans.append(scan)
-            moments.extend(shard_moments)
-            bar.update()
-    try:
-        return _write_description(folder, scans, moments, tuple(class_names))
-    except OSError as error:
-        raise DataError(f"{folder} can not be written: {error}") from error
-
-
-def _plan_indexing(paths: list[Path], num_classes: int | None) -> list[_IndexTask]:
-    measured_shards = set(_spread(len(paths), NUM_MEASURED).tolist())
-    num_per_shard = NUM_MEASURED // len(measured_shards)
-    return [
-        _IndexTask(path, num_classes, num_per_shard if number in measured_shards else 0) for number, path in enumerate(paths)
-    ]
-
-
-def _index_shard(task: _IndexTask) -> tuple[_ScannedShard, list[np.ndarray]]:
-    """Scans one shard and measures some of its images; runs in a worker process."""
-    scan = _scan_shard(task.path, task.num_classes)
-    moments: list[np.ndarray] = []
-    with task.path.open("rb") as file:
-        for row in scan.rows[_spread(len(scan.rows), task.num_measured)]:
-            file.seek(row["offset"])
-            try:
-                moments.append(_measure(decode_image(file.read(row["size"]), None).numpy()))
-            except BadImage:
-                continue  # it is met again, and counted, when it is read for training
-    return scan, moments
-
-
-def _scan_shard(path: Path, num_classes: int | None = None) -> _ScannedShard:
-    """Reads a tar from its first to its last byte and finds its samples.
-
-    Raises:
-        DataError: see `index_tars`.
-    """
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        file.seek(0)
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                rows, suffixes = _scan_members(tar, path, num_classes)
-                # Where the last member ends. tarfile takes a damaged header, and any end of the file that lies on a
-                # block boundary, for the end of the archive; so what follows is looked at here.
-                end = tar.offset
-        except tarfile.TarError as error:
-            raise DataError(f"shard {path} is no sound, uncompressed tar file: {error}") from error
-        file.seek(end)
-        tail = file.read()
-    if len(tail) < tarfile.BLOCKSIZE:
-        raise DataError(
-            f"shard {path} ends without the mark of a tar's end, after {end} bytes and {len(rows)} samples: it was cut "
-            f"off while it was written or copied; write or copy it again"
-        )
-    if tail.count(0) != len(tail):
-        raise DataError(
-            f"shard {path} is damaged, or several tars in a row: what follows after {end} bytes and {len(rows)} "
-            f"samples can not be read; write or copy it again"
-        )
-    info = ShardInfo(path.name, end + len(tail), sha256, len(rows), tuple(sorted(suffixes)))
-    return _ScannedShard(info, np.array(rows, dtype=SAMPLE_DTYPE))
-
-
-def _scan_members(tar: tarfile.TarFile, path: Path, num_classes: int | None) -> tuple[list[tuple[int, int, int]], set[str]]:
-    """Returns the rows of the index, and the suffixes of all members."""
-    rows: list[tuple[int, int, int]] = []
-    all_suffixes: set[str] = set()
-    keys: set[str] = set()
-    visible = (member for member in tar if member.isfile() and _is_visible(member.name))
-    for key, group in itertools.groupby(visible, lambda member: split_name(member.name)[0]):
-        where = f"shard {path}, sample {key!r}"
-        named_members = [(split_name(member.name)[1], member) for member in group]
-        members = dict(named_members)
-        if key in keys or len(members) < len(named_members):
-            raise DataError(
-                f"{where}: the key comes twice, or with others in between; members of one sample must follow one "
-                f"another, under a key (the name up to the first dot) of their own; `tar --sort=name` packs so"
-            )
-        images = sorted(members.keys() & IMAGE_SUFFIXES)
-        if len(images) != 1:
-            raise DataError(f"{where}: of its members {sorted(members)}, {images or 'none'} are images by suffix; expected one")
-        label = _read_label(tar, members, where)
-        if label < NO_LABEL or (num_classes is not None and label >= num_classes):
-            raise DataError(f"{where}: label {label} is no number of a class; there are {num_classes} class names")
-        image = members[images[0]]
-        rows.append((image.offset_data, image.size, label))
-        all_suffixes |= members.keys()
-        keys.add(key)
-    return rows, all_suffixes
-
-
-def _is_visible(member_name: str) -> bool:
-    base = member_name.rpartition("/")[2]
-    return not base.startswith(".") and "." in base
-
-
-def _read_label(tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], where: str) -> int:
-    """Returns the class number from `cls`, else from `json`, else `NO_LABEL`."""
-    suffix = "cls" if "cls" in members else "json"
-    file = tar.extractfile(members[suffix]) if suffix in members else None
-    if file is None:
-        return NO_LABEL
-    content = file.read()
-    try:
-        if suffix == "cls":
-            return int(content.decode().strip())
-        fields = json.loads(content)
-    except ValueError as error:
-        raise DataError(f"{where}: no label can be read from its {suffix} member, {content[:40]!r}") from error
-    label = fields.get("label") if isinstance(fields, dict) else None
-    return label if isinstance(label, int) and not isinstance(label, bool) else NO_LABEL
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Describing a data set
-
-
-def _measure(pixels: np.ndarray) -> np.ndarray:
-    """Returns (2, C): mean and mean square of each channel of a uint8 image (C, H, W), on the scale 0..1."""
-    scaled = pixels.astype(np.float32) / 255
-    return np.stack([scaled.mean(axis=(1, 2), dtype=np.float64), (scaled**2).mean(axis=(1, 2), dtype=np.float64)])
-
-
-def _summarize(moments: list[np.ndarray]) -> tuple[int | None, tuple[float, ...], tuple[float, ...]]:
-    """Returns num_channels, mean and std as the manifest states them, from the moments (2, C) of each measured image.
-
-    Every image has the same weight, whatever its size, because training crops them all to one size.
-    """
-    channel_counts = {moment.shape[1] for moment in moments}
-    if not channel_counts or (len(channel_counts) > 1 and channel_counts != {1, 3}):
-        return None, (), ()
-    num_channels = max(channel_counts)
-    mean, mean_square = np.mean([np.broadcast_to(moment, (2, num_channels)) for moment in moments], axis=0)
-    std = np.sqrt(np.maximum(mean_square - mean**2, 0))
-    return num_channels, tuple(mean.round(6).tolist()), tuple(std.round(6).tolist())
-
-
-def _write_description(
-    folder: Path, scans: list[_ScannedShard], moments: list[np.ndarray], class_names: tuple[str, ...]
-) -> Manifest:
-    """Writes index and manifest for shards that lie in the folder."""
-    index = np.concatenate([scan.rows for scan in scans])
-    if not len(index):
-        raise DataError(f"the {len(scans)} shards in {folder} hold no samples")
-    buffer = io.BytesIO()
-    np.save(buffer, index, allow_pickle=False)
-    num_channels, mean, std = _summarize(moments)
-    manifest = Manifest(
-        num_samples=len(index),
-        num_channels=num_channels,
-        mean=mean,
-        std=std,
-        class_names=class_names,
-        shards=tuple(scan.info for scan in scans),
-        index_sha256=hashlib.sha256(buffer.getvalue()).hexdigest(),
-    )
-    # The manifest comes last: whoever finds it finds the index that it speaks of.
-    _write_atomically(folder / INDEX_NAME, buffer.getvalue())
-    _write_atomically(folder / MANIFEST_NAME, manifest.to_json().encode())
-    return manifest
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import tyro
 
 from data.errors import DataError
+from data.indexing import index_tars
 from data.shards import describe_manifest
-from data.writer import index_tars
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from data.errors import DataError
+from data.indexing import index_tars
 from data.loader import Batch, BatchLoader, DataConfig, choose_normalization, leave_signals_to_parent, preview_images
 from data.shards import ShardReader, ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import IMAGENET_MEAN
-from data.writer import index_tars, list_images, write_shards
+from data.writer import list_images, write_shards
 from tests.conftest import write_pictures
 
 CONFIG = DataConfig(num_workers=0, shuffle_window=16)

@@ -1,55 +1,20 @@
-"""data/writer.py: listing images, writing shards, and indexing shards of other tools."""
+"""data/writer.py: listing images and writing shards."""
 
 import errno
-import io
 import json
 import os
-import tarfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
-from webdataset.writer import ShardWriter
 
 from data import writer
 from data.errors import DataError
-from data.shards import INDEX_NAME, MANIFEST_NAME, NO_LABEL, ShardReader, open_shards
-from data.writer import ImageFile, index_tars, list_images, write_shards
-
-
-def image_bytes(value: int = 0, image_format: str = "PNG", size: int = 4, mode: str = "L") -> bytes:
-    buffer = io.BytesIO()
-    Image.new(mode, (size, size), value if mode == "L" else (value, 0, 0)).save(buffer, image_format)
-    return buffer.getvalue()
-
-
-def make_files(folder: Path, names: Iterable[str]) -> Path:
-    """Writes one grey PNG under each name; the pixels of the n-th have value n."""
-    for value, name in enumerate(names):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(image_bytes(value))
-    return folder
-
-
-def make_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=tar_format) as tar:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return path
-
-
-def read_all(folder: Path) -> list[tuple[str, int, bytes]]:
-    shards = open_shards(folder)
-    with ShardReader(shards) as reader:
-        samples = [reader.read(index) for index in range(len(shards))]
-    return [(sample.key, sample.label, sample.data) for sample in samples]
-
+from data.shards import NO_LABEL, open_shards
+from data.writer import ImageFile, list_images, write_shards
+from tests.shard_files import contents, image_bytes, make_files, read_all
 
 # --------------------------------------------------------------------------------------------------------------------
 # list_images
@@ -177,10 +142,6 @@ def test_images_are_mixed_over_all_shards_by_the_seed(tmp_path: Path) -> None:
     assert orders[0] != orders[1]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_same_seed_gives_the_same_bytes_with_any_number_of_workers(tmp_path: Path) -> None:
     images = list_images(make_files(tmp_path / "source", [f"c{number % 2}/{number}.png" for number in range(12)]))
     for number, path in enumerate((tmp_path / "source").rglob("*.png")):
@@ -259,7 +220,7 @@ def test_existing_output_is_refused_and_untouched(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("bug"), OSError(errno.ENOSPC, "No space left")])
 def test_output_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     images = list_images(make_files(tmp_path / "source", [f"{number}.png" for number in range(6)]))
-    real_scan = writer._scan_shard
+    real_scan = writer.scan_shard
 
     def fail_at_the_third(path: Path) -> Any:
         if path.name == "000002.tar":
@@ -267,15 +228,10 @@ def test_output_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
             raise error
         return real_scan(path)
 
-    monkeypatch.setattr(writer, "_scan_shard", fail_at_the_third)
+    monkeypatch.setattr(writer, "scan_shard", fail_at_the_third)
     with pytest.raises(DataError if isinstance(error, OSError) else type(error)):
         write_shards(images, tmp_path / "out", samples_per_shard=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
-def test_a_killed_worker_is_explained() -> None:
-    with pytest.raises(DataError, match="fewer num_workers"):
-        list(writer._map(os._exit, [1], num_workers=1))
 
 
 def test_statistics_are_means_over_images(tmp_path: Path) -> None:
@@ -299,165 +255,11 @@ def test_statistics_are_unknown_for_mixed_arrays(tmp_path: Path) -> None:
     assert (manifest.num_channels, manifest.mean, manifest.std) == (None, (), ())
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# index_tars
-
-PNG = image_bytes()
-
-
-def test_webdataset_writer_is_understood(tmp_path: Path) -> None:
-    with ShardWriter(str(tmp_path / "%03d.tar"), maxcount=4, verbose=0) as shard_writer:
-        for number in range(10):
-            shard_writer.write({"__key__": f"k{number}", "png": image_bytes(number), "cls": number % 3})
-    paths = sorted(tmp_path.glob("*.tar"))
-    manifest = index_tars(paths, tmp_path, class_names=("a", "b", "c"))
-    assert [shard.num_samples for shard in manifest.shards] == [4, 4, 2]
-    assert manifest.class_names == ("a", "b", "c")
-    assert manifest.num_channels == 1
-    assert read_all(tmp_path) == [(f"k{number}", number % 3, image_bytes(number)) for number in range(10)]
-
-
-@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_tar_dialects_and_long_names(tmp_path: Path, tar_format: int) -> None:
-    folder = "./" + "long" * 22
-    members = [(f"{folder}/{number}-\u00fc.png", image_bytes(number)) for number in range(3)]
-    index_tars([make_tar(tmp_path / "a.tar", members, tar_format)], tmp_path)
-    assert [data for _, _, data in read_all(tmp_path)] == [content for _, content in members]
-
-
-def test_very_long_names_of_gnu_and_pax(tmp_path: Path) -> None:
-    for number, tar_format in enumerate([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]):
-        make_tar(tmp_path / f"{number}.tar", [("x" * 300 + f"{n}.png", image_bytes(n)) for n in range(2)], tar_format)
-    index_tars(sorted(tmp_path.glob("*.tar")), tmp_path)
-    assert [data for _, _, data in read_all(tmp_path)] == [image_bytes(0), image_bytes(1)] * 2
-
-
-def test_labels_come_from_cls_then_from_json(tmp_path: Path) -> None:
-    members = [
-        ("0.png", PNG), ("0.cls", b" 7\n"), ("0.json", b'{"label": 1}'),
-        ("1.json", b'{"label": 2, "caption": "x"}'), ("1.png", PNG), ("1.txt", b"x"),
-        ("2.png", PNG), ("2.json", b'{"label": "cat"}'),
-        ("3.png", PNG), ("3.json", b'{"label": true}'),
-        ("4.png", PNG), ("4.json", b"[1]"),
-        ("5.PNG", PNG),
-    ]  # fmt: skip
-    manifest = index_tars([make_tar(tmp_path / "a.tar", members)], tmp_path)
-    assert open_shards(tmp_path).labels.tolist() == [7, 2, -1, -1, -1, -1]
-    assert manifest.shards[0].suffixes == ("cls", "json", "png", "txt")
-
-
-def test_hidden_members_folders_and_members_without_suffix_are_passed_over(tmp_path: Path) -> None:
-    make_tar(tmp_path / "a.tar", [("d/._0.png", b"mac"), ("README", b"x"), ("d/0.png", PNG), ("d/0.cls", b"1")])
-    with tarfile.open(tmp_path / "a.tar", "a") as tar:
-        folder = tarfile.TarInfo("d/deep.er")
-        folder.type = tarfile.DIRTYPE
-        tar.addfile(folder)
-    index_tars([tmp_path / "a.tar"], tmp_path)
-    assert read_all(tmp_path) == [("d/0", 1, PNG)]
-
-
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ([("0.png", PNG), ("1.cls", b"1"), ("2.png", PNG)], r"sample '1': of its members \['cls'\], none are images"),
-        ([("0.left.jpg", PNG)], "none are images"),
-        ([("0.png", PNG), ("0.jpg", PNG)], r"\['jpg', 'png'\] are images"),
-        ([("0.png", PNG), ("0.png", PNG)], "sample '0': the key comes twice"),
-        ([("0.png", PNG), ("1.png", PNG), ("0.cls", b"1"), ("1.cls", b"1")], "sample '0': the key comes twice"),
-        ([("0.JPG", PNG), ("0.jpg", PNG)], "sample '0': the key comes twice"),
-        ([("a.1.png", PNG), ("a.2.png", PNG)], "sample 'a'.*none are images"),
-        ([("0.png", PNG), ("0.cls", b"cat")], "sample '0': no label .* b'cat'"),
-        ([("0.png", PNG), ("0.cls", b"\xff")], "sample '0': no label"),
-        ([("0.png", PNG), ("0.json", b"{")], "sample '0': no label"),
-        ([("0.png", PNG), ("0.cls", b"2")], "sample '0': label 2 is no number of a class; there are 2 class names"),
-        ([("0.png", PNG), ("0.cls", b"-2")], "label -2"),
-        ([], "hold no samples"),
-    ],
-)
-def test_samples_that_can_not_be_told_apart_are_refused(tmp_path: Path, members: list[tuple[str, bytes]], message: str) -> None:
-    path = make_tar(tmp_path / "bad.tar", members)
-    with pytest.raises(DataError, match=message) as caught:
-        index_tars([path], tmp_path, class_names=("a", "b"))
-    assert str(path) in str(caught.value) or "hold no samples" in str(caught.value)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.tar"]
-
-
-# Two samples of one block of header and one block of data each, then the mark of the end, filled up to 10240 bytes.
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda tar: b"",
-    "compressed": lambda tar: b"\x1f\x8b\x08" + tar,
-    "cut in a header": lambda tar: tar[:1100],
-    "cut in the data": lambda tar: tar[:1540],
-    "cut between members": lambda tar: tar[:1024],
-    "no end": lambda tar: tar[:2048],
-    "damaged header": lambda tar: tar[:1024] + b"\xff" * 100 + tar[1124:],
-    "zeros within": lambda tar: tar[:1024] + bytes(512) + tar[1024:],
-    "two in a row": lambda tar: tar + tar,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_tars_are_refused(tmp_path: Path, damage: str) -> None:
-    whole = make_tar(tmp_path / "a.tar", [("0.png", PNG), ("1.png", PNG)]).read_bytes()
-    (tmp_path / "a.tar").write_bytes(DAMAGES[damage](whole))
-    with pytest.raises(DataError, match=r"a\.tar"):
-        index_tars([tmp_path / "a.tar"], tmp_path)
-
-
-def test_wrong_paths_are_refused(tmp_path: Path) -> None:
-    make_tar(tmp_path / "a.tar", [("0.png", PNG)])
-    with pytest.raises(DataError, match="no tar shards"):
-        index_tars([], tmp_path)
-    with pytest.raises(DataError, match="does not lie in"):
-        index_tars([tmp_path / "a.tar"], tmp_path / "other")
-    with pytest.raises(DataError, match="does not exist"):
-        index_tars([tmp_path / "b.tar"], tmp_path)
-
-
-def test_index_of_our_own_shards_is_the_one_they_came_with(tmp_path: Path) -> None:
-    source = make_files(tmp_path / "source", [f"c{number % 2}/{number}.png" for number in range(7)])
-    made = write_shards(list_images(source), tmp_path / "out", samples_per_shard=3).manifest
-    before = contents(tmp_path / "out")
-    paths = sorted((tmp_path / "out").glob("*.tar"))
-    assert index_tars(paths, tmp_path / "out", class_names=made.class_names, num_workers=2) == made
-    assert contents(tmp_path / "out") == before
-
-
-def test_unreadable_images_do_not_stop_indexing(tmp_path: Path) -> None:
-    path = make_tar(tmp_path / "a.tar", [("0.png", PNG[:40]), ("1.png", image_bytes(51))])
-    manifest = index_tars([path], tmp_path)
-    assert manifest.num_samples == 2
-    assert manifest.mean == pytest.approx([0.2])
-
-
-def test_measured_images_are_few_and_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_images_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int] = []
-    real_measure = writer._measure
-    monkeypatch.setattr(writer, "_measure", lambda pixels: measured.append(int(pixels.max())) or real_measure(pixels))
+    real_measure = writer.measure_image
+    monkeypatch.setattr(writer, "measure_image", lambda pixels: measured.append(1) or real_measure(pixels))
     monkeypatch.setattr(writer, "NUM_MEASURED", 4)
-    for shard in range(8):
-        make_tar(tmp_path / f"{shard}.tar", [(f"{n}.png", image_bytes(10 * shard + n)) for n in range(3)])
-    index_tars(sorted(tmp_path.glob("*.tar")), tmp_path)
-    assert [value // 10 for value in measured] == [0, 2, 4, 7]
-    measured.clear()
     source = make_files(tmp_path / "source", [f"{number}.png" for number in range(40)])
     write_shards(list_images(source), tmp_path / "out", samples_per_shard=10)
     assert len(measured) == 4
-
-
-@pytest.mark.parametrize("name", [INDEX_NAME, MANIFEST_NAME])
-def test_a_failed_index_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    path = make_tar(tmp_path / "a.tar", [("0.png", PNG)])
-    index_tars([path], tmp_path)
-    before = contents(tmp_path)
-    real_replace = Path.replace
-
-    def fail(self: Path, target: Path) -> Path:
-        if target.name == name:
-            raise OSError(errno.ENOSPC, "No space left")
-        return real_replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(DataError, match="No space left"):
-        index_tars([path], tmp_path)
-    assert contents(tmp_path) == before
