@@ -105,7 +105,7 @@ def _open_images(path: Path, labelled: bool) -> ShardSet:
     try:
         images, has_classes = _list(path, labelled)
     except DataError as error:
-        if path.suffix == ".csv":  # what is wrong with the table is said already
+        if path.is_file():  # what is wrong with the table is said already
             raise
         raise DataError(f"{error}; {ACCEPTED}") from error
     if labelled:  # nobody waits for a packing that ends in a refusal
