@@ -12,6 +12,7 @@ from data.transforms import Normalization
 from models.mae import MAEConfig, build_mae
 from pretrain.report import export_encoder
 from scripts import knn_probe, linear_probe
+from tests.conftest import write_pictures
 
 
 @pytest.fixture
@@ -79,3 +80,14 @@ def test_mistakes_end_in_one_line(
         knn_probe.main()
     assert caught.value.code == 2
     assert message in capfd.readouterr().err
+
+
+def test_pictures_without_labels_are_refused(
+    common: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(tmp_path / "pictures", 2)
+    (tmp_path / "pictures" / "table.csv").write_text("path\neven/000.png\n")
+    monkeypatch.setattr(sys, "argv", ["knn_probe.py", *common, "--test", str(tmp_path / "pictures" / "table.csv")])
+    with pytest.raises(SystemExit):
+        knn_probe.main()
+    assert "table.csv: 1 of 1 samples have no label" in capfd.readouterr().err

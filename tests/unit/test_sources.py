@@ -407,5 +407,12 @@ def test_what_a_killed_program_left_is_removed_after_a_day(photos: Path, cache: 
         make_files(folder, ["000000.tar"])
         mtime = folder.stat().st_mtime - age_s
         os.utime(folder, (mtime, mtime))
+    (cache / "packed" / ".finished.partial-7-00000000").symlink_to("renamed")  # between the listing and the look at it
     shards = open_dataset(str(photos))
-    assert packs(cache) == [".working.partial-7-00000000", shards.root.name]
+    assert packs(cache) == [".finished.partial-7-00000000", ".working.partial-7-00000000", shards.root.name]
+
+
+@pytest.mark.parametrize("name", [".photos", "photos.tar", "f\u00f6tos " + "lang" * 60])
+def test_folders_may_have_any_name(photos: Path, name: str) -> None:
+    folder = open_dataset(str(photos.rename(photos.with_name(name)))).root
+    assert folder.name[0] in "pf", "hidden names are those of unfinished work"
