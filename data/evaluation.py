@@ -3,7 +3,7 @@
 Shapes: B images per batch, C channels, H W pixels.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.decode import MAX_PIXELS, decode_image
 from data.errors import BadImage, DataError
+from data.loader import leave_signals_to_parent
 from data.shards import ShardReader, ShardSet
 from data.transforms import center_crop_resized
 
 
 class EvaluationBatch(NamedTuple):
-    """Consecutive samples of one process; the last batch may be short."""
+    """Consecutive samples; the last batch of a data set may be short."""
 
     images: Tensor
     """(B, C, H, W) uint8, resized to cover the size and cropped at the centre."""
@@ -27,29 +28,36 @@ class EvaluationBatch(NamedTuple):
     """(B,) int64: which samples these are."""
 
 
-class _Samples(IterableDataset):
-    """One reader process's batches: every `num_parts`-th of the range."""
+class _Batches(IterableDataset):
+    """The batches of one process, every `num_parts`-th of which each of its reader processes reads."""
 
-    def __init__(self, shards: ShardSet, span: range, batch_size: int, img_size: tuple[int, int], num_channels: int) -> None:
+    def __init__(
+        self,
+        shards: ShardSet,
+        batches: list[Sequence[int]],
+        img_size: tuple[int, int],
+        num_channels: int,
+        crop_pct: float,
+    ) -> None:
         self.shards = shards
-        self.span = span
-        self.batch_size = batch_size
+        self.batches = batches
         self.img_size = img_size
         self.num_channels = num_channels
+        self.crop_pct = crop_pct
 
     def __iter__(self) -> Iterator[EvaluationBatch | DataError]:
         worker = get_worker_info()
         part, num_parts = (worker.id, worker.num_workers) if worker else (0, 1)
         with ShardReader(self.shards) as reader:
-            for start in range(part * self.batch_size, len(self.span), num_parts * self.batch_size):
+            for batch in self.batches[part::num_parts]:
                 try:
-                    yield self._batch(reader, self.span[start : start + self.batch_size])
+                    yield self._batch(reader, batch)
                 except DataError as error:
                     yield DataError(str(error))  # as a value: raised here, torch would put the reader's traceback around it
                     return
 
-    def _batch(self, reader: ShardReader, span: range) -> EvaluationBatch:
-        samples = [reader.read(index) for index in span]
+    def _batch(self, reader: ShardReader, indices: Sequence[int]) -> EvaluationBatch:
+        samples = [reader.read(index) for index in indices]
         images = []
         for sample in samples:
             try:
@@ -57,9 +65,16 @@ class _Samples(IterableDataset):
             except BadImage as error:
                 # A replacement, as in training, would be counted as what it is not.
                 raise DataError(f"{sample.shard}: {sample.key}: {error}; take it out: write the shards anew") from error
-            images.append(center_crop_resized(image, self.img_size))
+            images.append(center_crop_resized(image, self.img_size, self.crop_pct))
         labels = torch.tensor([sample.label for sample in samples])
-        return EvaluationBatch(torch.stack(images), labels, torch.tensor(list(span)))
+        return EvaluationBatch(torch.stack(images), labels, torch.tensor(list(indices)))
+
+
+def share_of_process(count: int, batch_size: int, rank: int, world_size: int) -> range:
+    """Which of `count` samples a process reads: consecutive whole batches, of which only the very last may be short."""
+    num_batches = -(-count // batch_size)
+    first, stop = (number * num_batches // world_size for number in (rank, rank + 1))
+    return range(first * batch_size, min(stop * batch_size, count))
 
 
 def evaluation_batches(
@@ -70,8 +85,13 @@ def evaluation_batches(
     num_workers: int,
     rank: int = 0,
     world_size: int = 1,
+    samples: Sequence[int] | None = None,
+    crop_pct: float = 1.0,
 ) -> Iterator[EvaluationBatch]:
-    """Reads this process's part of a data set: over all processes every sample exactly once.
+    """Reads this process's batches of a data set: over all processes every sample exactly once.
+
+    The batches are the same whatever the number of processes. Nothing random is drawn: reading in the middle of a training
+    leaves the training as it is.
 
     Args:
         shards: the data set.
@@ -81,13 +101,23 @@ def evaluation_batches(
         num_workers: reader processes; 0 reads in this one.
         rank: number of this process.
         world_size: number of processes.
+        samples: which samples, in this order, in place of all.
+        crop_pct: share of the resized image that is cut out, in (0, 1].
 
     Raises:
         DataError: a sample cannot be read; unlike in training nothing is replaced.
     """
-    span = range(len(shards) * rank // world_size, len(shards) * (rank + 1) // world_size)
-    samples = _Samples(shards, span, batch_size, img_size, num_channels)
-    for batch in DataLoader(samples, batch_size=None, num_workers=num_workers):
+    chosen = range(len(shards)) if samples is None else samples
+    share = share_of_process(len(chosen), batch_size, rank, world_size)
+    batches = [chosen[start : min(start + batch_size, share.stop)] for start in share[::batch_size]]
+    loader = DataLoader(
+        _Batches(shards, batches, img_size, num_channels, crop_pct),
+        batch_size=None,
+        num_workers=num_workers,
+        generator=torch.Generator(),  # torch draws a seed for its reader processes, by default from the global state
+        worker_init_fn=leave_signals_to_parent,
+    )
+    for batch in loader:
         if isinstance(batch, DataError):
             raise batch
         yield batch

@@ -4,7 +4,7 @@ Shapes: B images per micro-batch of one process, C channels, H W pixels.
 """
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +18,7 @@ from webdataset.pipeline import DataPipeline
 from data.decode import decode_image
 from data.errors import BadImage, DataError
 from data.shards import ShardReader, ShardSet
-from data.stream import BatchPlan, SampleOrder
+from data.stream import BatchPlan, SampleOrder, SubsetOrder
 from data.transforms import Normalization, center_crop_resized, default_normalization, random_resized_crop_flip
 
 MAX_BAD_IN_A_ROW = 100
@@ -78,8 +78,14 @@ class Batch(NamedTuple):
     """(B,) int64: seed of each image's mask."""
     indices: Tensor
     """(B,) int64: which sample stands in each place, replacements of unreadable ones included."""
+    labels: Tensor
+    """(B,) int64: class numbers, -1 where a sample has none."""
     faults: list[str]
     """One line for each sample that could not be read and was replaced: shard, key, reason."""
+
+
+Augment = Callable[[Tensor, int], Tensor]
+"""(C, H, W) uint8 and a seed -> (C, H, W) uint8."""
 
 
 class WorkerFailure(NamedTuple):
@@ -112,7 +118,9 @@ class PlannedSamples(IterableDataset):
     gives it; rank and number of processes stand in the plan.
     """
 
-    def __init__(self, shards: ShardSet, order: SampleOrder, plan: BatchPlan, start_step: int, stop_step: int) -> None:
+    def __init__(
+        self, shards: ShardSet, order: SampleOrder | SubsetOrder, plan: BatchPlan, start_step: int, stop_step: int
+    ) -> None:
         self.shards = shards
         self.order = order
         self.plan = plan
@@ -132,7 +140,7 @@ class PlannedSamples(IterableDataset):
 def read_sample(reader: ShardReader, index: int) -> dict[str, Any]:
     """Reads one sample into webdataset's dictionary form."""
     sample = reader.read(index)
-    return {"__key__": sample.key, "__url__": sample.shard, "index": index, "image": sample.data}
+    return {"__key__": sample.key, "__url__": sample.shard, "index": index, "image": sample.data, "label": sample.label}
 
 
 class DecodeAndCrop:
@@ -141,11 +149,14 @@ class DecodeAndCrop:
     The slot keeps its seed, so that a replacement depends on the files alone and all processes keep the same number of steps.
     """
 
-    def __init__(self, shards: ShardSet, config: DataConfig, img_size: tuple[int, int], num_channels: int) -> None:
+    def __init__(
+        self, shards: ShardSet, config: DataConfig, img_size: tuple[int, int], num_channels: int, augment: Augment | None = None
+    ) -> None:
         self.shards = shards
         self.config = config
         self.img_size = img_size
         self.num_channels = num_channels
+        self.augment = augment
 
     def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Decodes and crops a stream of samples."""
@@ -168,7 +179,9 @@ class DecodeAndCrop:
                 sample = read_sample(reader, (sample["index"] + 1) % len(self.shards))
                 continue
             crop = random_resized_crop_flip(image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability)
-            return {"image": crop, "seed": seed, "index": sample["index"], "faults": faults}
+            if self.augment is not None:
+                crop = self.augment(crop, seed)
+            return {"image": crop, "seed": seed, "index": sample["index"], "label": sample["label"], "faults": faults}
         raise DataError(f"{len(faults)} samples in a row cannot be read; the first: {faults[0]}")
 
 
@@ -178,6 +191,7 @@ def collate(samples: list[dict[str, Any]]) -> Batch:
         images=torch.stack([sample["image"] for sample in samples]),
         seeds=torch.tensor([sample["seed"] for sample in samples], dtype=torch.int64),
         indices=torch.tensor([sample["index"] for sample in samples], dtype=torch.int64),
+        labels=torch.tensor([sample["label"] for sample in samples], dtype=torch.int64),
         faults=[fault for sample in samples for fault in sample["faults"]],
     )
 
@@ -214,6 +228,7 @@ class BatchLoader:
         start_step: first optimizer step to deliver.
         stop_step: where to end, excluded.
         pin_memory: put batches into page-locked memory, for a copy to a GPU that does not block.
+        augment: what happens to each crop after the flip; none in pretraining.
     """
 
     def __init__(
@@ -221,17 +236,18 @@ class BatchLoader:
         shards: ShardSet,
         config: DataConfig,
         plan: BatchPlan,
-        order: SampleOrder,
+        order: SampleOrder | SubsetOrder,
         img_size: tuple[int, int],
         num_channels: int,
         start_step: int,
         stop_step: int,
         pin_memory: bool = False,
+        augment: Augment | None = None,
     ) -> None:
         self.num_micro_batches = (stop_step - start_step) * plan.accum_steps
         pipeline = DataPipeline(
             PlannedSamples(shards, order, plan, start_step, stop_step),
-            DecodeAndCrop(shards, config, img_size, num_channels),
+            DecodeAndCrop(shards, config, img_size, num_channels, augment),
             batched(plan.batch_size_per_process, collation_fn=collate, partial=False),
             failures_as_values,
         )

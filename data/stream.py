@@ -8,6 +8,7 @@ the data is the step number. Another number of processes or workers reads the sa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -113,6 +114,36 @@ class SampleOrder:
         shard = np.searchsorted(line_starts, places, side="right") - 1
         indices = self.first_sample[shards[shard]] + places - line_starts[shard]
         return indices[_permutation((self.seed, epoch, 1 + block), len(indices))]
+
+
+@dataclass(frozen=True)
+class SubsetOrder:
+    """The order of chosen samples: as SampleOrder's, over these alone.
+
+    Args:
+        rows: (n,) int64, the chosen samples, sorted: neighbours lie close together on the disk.
+        seed: of the run, at least 0.
+        window: samples shuffled together, at least 1.
+    """
+
+    rows: np.ndarray
+    seed: int
+    window: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in an epoch."""
+        return len(self.rows)
+
+    @cached_property
+    def _places(self) -> SampleOrder:
+        return SampleOrder(np.array([0, len(self.rows)]), self.seed, self.window)
+
+    def resolve(self, start: int, stop: int) -> StreamSlice:
+        """Says which samples stand at positions [start, stop) of the stream."""
+        places = self._places.resolve(start, stop)
+        indices = self.rows[places.indices]
+        return StreamSlice(places.epochs, indices, sample_seeds(self.seed, places.epochs, indices))
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,11 @@ class Normalization(NamedTuple):
         mean, std = _on_device(self, images.device)
         return ((images * std + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
 
+    def to(self, other: "Normalization", images: Tensor) -> Tensor:
+        """Turns images (B, C, H, W) normalised by this into images normalised by the other."""
+        (mean, std), (other_mean, other_std) = _on_device(self, images.device), _on_device(other, images.device)
+        return (images * std + mean - other_mean) / other_std
+
 
 @functools.lru_cache(maxsize=8)
 def _on_device(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -126,10 +131,16 @@ def random_resized_crop_flip(
     return image
 
 
-def center_crop_resized(image: Tensor, size: tuple[int, int]) -> Tensor:
-    """Resizes so that `size` is just covered (bicubic, antialiased) and cuts out the centre: (C, H, W) -> (C, *size) uint8."""
+def center_crop_resized(image: Tensor, size: tuple[int, int], crop_pct: float = 1.0) -> Tensor:
+    """Resizes an image and cuts out the centre: (C, H, W) -> (C, *size) uint8; bicubic, antialiased.
+
+    Args:
+        image: (C, H, W) uint8.
+        size: (height, width) of the result, in pixels.
+        crop_pct: the resized image just covers size / crop_pct, in (0, 1].
+    """
     height, width = image.shape[-2:]
-    factor = max(size[0] / height, size[1] / width)
+    factor = max(size[0] / height, size[1] / width) / crop_pct
     covered = [max(size[0], round(height * factor)), max(size[1], round(width * factor))]
     image = F.resize(image, covered, interpolation=InterpolationMode.BICUBIC, antialias=True)
     return F.center_crop(image, list(size))

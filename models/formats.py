@@ -93,16 +93,18 @@ def load_encoder(source: str, *, weights: bool = True) -> PretrainedEncoder:
 
     Args:
         source: a run folder of this project, an exported `encoder.safetensors`, a checkpoint file (.pth) of
-            facebookresearch/mae, a folder of transformers with a ViTMAE or ViT (config.json and weights), or the name of a timm
-            vision transformer (whose weights timm downloads).
+            facebookresearch/mae, a fine-tuned run folder or `classifier.safetensors` (its head is left out), a folder of
+            transformers with a ViTMAE or ViT (config.json and weights), or the name of a timm vision transformer (whose
+            weights timm downloads).
         weights: False where the architecture is all that is wanted: nothing is downloaded.
 
     Raises:
         ValueError: nothing like that is found, or the weights are not those of a vision transformer.
     """
     path = Path(source)
-    if (path / "encoder.safetensors").is_file():
-        return _load_export(path / "encoder.safetensors")
+    for name in ("encoder.safetensors", "classifier.safetensors"):
+        if (path / name).is_file():
+            return _load_export(path / name)
     if (path / "config.json").is_file():
         return _load_transformers(path)
     if path.is_dir():
@@ -127,17 +129,41 @@ def _similar(source: str) -> str:
     return f" (timm has {', '.join(names)})" if names else ""
 
 
-def _load_export(path: Path) -> PretrainedEncoder:
+def read_export(path: Path, *kinds: str) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Reads a file that this project exported.
+
+    Args:
+        path: a safetensors file.
+        kinds: what it may be, "encoder" or "classifier": the entry of its header that describes it.
+
+    Returns:
+        Which of the kinds it is, its description, and its weights.
+
+    Raises:
+        ValueError: it cannot be read, or is something else.
+    """
+    expected = " or ".join(kinds)
     try:
         with safe_open(path, framework="pt") as file:
-            record = json.loads((file.metadata() or {})["encoder"])
+            metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-    except KeyError:
-        raise ValueError(f"encoder {path}: is a safetensors file, but not an encoder that this project exported") from None
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"encoder {path}: cannot be read, it may be cut off ({error})") from error
+        raise ValueError(f"{expected} {path}: cannot be read, it may be cut off ({error})") from error
+    kind = next((kind for kind in kinds if kind in metadata), None)
+    if kind is None:
+        raise ValueError(f"{expected} {path}: is a safetensors file, but no {expected} that this project exported")
+    return kind, json.loads(metadata[kind]), state
+
+
+def _load_export(path: Path) -> PretrainedEncoder:
+    """An exported encoder, or the encoder of an exported classifier: all but its head."""
+    kind, record, state = read_export(path, "encoder", "classifier")
+    arguments = record["timm_arguments"]
+    if kind == "classifier":
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "head_dist."))}
+        arguments = arguments | {"num_classes": 0}
     mean, std = tuple(record["mean"]), tuple(record["std"])
-    return _built(path, record["timm_model"], record["timm_arguments"], state, mean, std, record.get("norm_eps"))
+    return _built(path, record["timm_model"], arguments, state, mean, std, record.get("norm_eps"))
 
 
 def _load_facebook_mae(path: Path) -> PretrainedEncoder:

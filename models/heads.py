@@ -6,7 +6,8 @@ Shapes: B batch, C channels, H W pixels, D encoder width, N patches.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import timm
 import torch
@@ -14,14 +15,17 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from models.attention import Attention
 from models.encoder import init_vit, layer_ids, vector_parameters
-from models.formats import PretrainedEncoder, set_norm_eps
+from models.formats import PretrainedEncoder, read_export, set_norm_eps
 from models.position import resize_position_table
 
 Pooling = Literal["cls", "mean", "attentive"]
 TIMM_POOLING: dict[Pooling, str] = {"cls": "token", "mean": "avg", "attentive": "map"}
 DISTILLED_TIMM_NAME = "deit_base_distilled_patch16_224"
 """The timm model with a distillation token; its sizes are given as arguments."""
+
+CLASSIFIER_NAME = "classifier.safetensors"
 
 _NEW_IN_HEAD = ("head.", "head_dist.", "fc_norm.", "attn_pool.", "dist_token")
 """What a classifier may hold beyond its encoder."""
@@ -58,6 +62,24 @@ class ClassifierConfig:
             raise ValueError(f"model.drop_path_rate must lie in [0, 1), not {self.drop_path_rate}")
         if self.head_init_std < 0:
             raise ValueError(f"model.head_init_std must be at least 0, not {self.head_init_std}")
+
+
+class TrainedClassifier(NamedTuple):
+    """A classifier from a file, and what its input and its answers mean."""
+
+    model: VisionTransformer
+    """timm's, in eval mode."""
+    img_size: tuple[int, int]
+    """(H, W) in pixels."""
+    in_chans: int
+    mean: tuple[float, ...]
+    """Per channel, in units of the 0..1 range."""
+    std: tuple[float, ...]
+    """Per channel, in the same units."""
+    class_names: tuple[str, ...]
+    """Name of class 0, 1, ...; empty where the training data had none."""
+    eval_crop_pct: float
+    """Share of the resized image that the model looks at, in (0, 1]."""
 
 
 class Classifier(nn.Module):
@@ -207,6 +229,34 @@ def export_state(classifier: Classifier) -> dict[str, Tensor]:
         state["head.bias"] = state["head.bias"] - weight @ statistics["running_mean"]
         state["head.weight"] = weight.contiguous()
     return state
+
+
+def load_classifier(source: str) -> TrainedClassifier:
+    """Loads what a fine-tuning run exported; every weight of it comes from the file.
+
+    Args:
+        source: a fine-tuned run folder, or a classifier.safetensors.
+
+    Raises:
+        ValueError: there is no such file, or its weights do not fit its description.
+    """
+    path = Path(source)
+    path = path / CLASSIFIER_NAME if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"classifier {source}: there is no {path.name if path.name else source}; a fine-tuning run writes it")
+    _, record, state = read_export(path, "classifier")
+    model = timm.create_model(record["timm_model"], **record["timm_arguments"], attn_layer=Attention)
+    set_norm_eps(model, record.get("norm_eps"))
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        raise ValueError(f"classifier {path}: its weights do not fit: {' '.join(str(error).split())[:400]}") from error
+    assert isinstance(model, VisionTransformer)
+    height, width = record["timm_arguments"]["img_size"]
+    return TrainedClassifier(
+        model.eval(), (height, width), record["timm_arguments"]["in_chans"], tuple(record["mean"]), tuple(record["std"]),
+        tuple(record["class_names"]), record["eval_crop_pct"],
+    )  # fmt: skip
 
 
 def _check_size(encoder: PretrainedEncoder, arguments: dict[str, Any]) -> None:

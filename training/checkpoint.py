@@ -35,6 +35,10 @@ class Checkpoint:
     """The run's config by dotted names."""
     tensors: dict[str, Tensor]
 
+    def part(self, prefix: str) -> dict[str, Tensor]:
+        """The tensors under a prefix, by their names without it."""
+        return {name.removeprefix(prefix): tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
@@ -42,7 +46,13 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def save_checkpoint(
-    folder: Path, step: int, config: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, keep: int
+    folder: Path,
+    step: int,
+    config: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    keep: int,
+    extra: dict[str, Tensor] | None = None,
 ) -> Path:
     """Writes a checkpoint, then deletes all but the newest `keep`.
 
@@ -55,12 +65,13 @@ def save_checkpoint(
         model: without any wrapper.
         optimizer: over the model's parameters.
         keep: how many checkpoints stay, at least 1.
+        extra: further tensors, under names with a prefix of their own ("ema/...").
 
     Raises:
         UserError: the file cannot be written (full disk, no permission); older checkpoints are intact.
     """
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    tensors |= optimizer_tensors(model, optimizer)
+    tensors |= optimizer_tensors(model, optimizer) | (extra or {})
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     record = {"version": FORMAT_VERSION, "step": step, "config": config, "hash": _hash(tensors)}
     path = checkpoint_path(folder, step)
@@ -160,18 +171,15 @@ def restore(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Opt
     Raises:
         UserError: the checkpoint is of another model.
     """
-    prefix = "model/"
-    weights = {name.removeprefix(prefix): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)}
     try:
-        model.load_state_dict(weights, strict=True)
+        model.load_state_dict(checkpoint.part("model/"), strict=True)
     except RuntimeError as error:
         raise UserError(f"{checkpoint.path}: is of another model: {' '.join(str(error).split())}") from error
     state: dict[nn.Parameter, dict[str, Tensor]] = {}
     parameters = dict(model.named_parameters())
-    for key, tensor in checkpoint.tensors.items():
-        if key.startswith("optimizer/"):
-            name, entry = key.removeprefix("optimizer/").rsplit("/", 1)
-            state.setdefault(parameters[name], {})[entry] = tensor
+    for key, tensor in checkpoint.part("optimizer/").items():
+        name, entry = key.rsplit("/", 1)
+        state.setdefault(parameters[name], {})[entry] = tensor
     # Through load_state_dict, which moves and casts as each optimizer needs it; it numbers the parameters in group order.
     numbered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     packed = {number: state[parameter] for number, parameter in enumerate(numbered) if parameter in state}

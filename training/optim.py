@@ -137,7 +137,7 @@ class LARS(torch.optim.Optimizer):
         super().__init__(groups, defaults)
 
     @torch.no_grad()
-    def step(self, _closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         """Does one step; takes no closure."""
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -1,0 +1,71 @@
+"""RandAugment on uint8 crops, as a pure function of image and seed."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
+from torch import Tensor
+
+from data.errors import DataError
+
+
+class RandAugment:
+    """timm's RandAugment; equal seeds give equal pictures, on any worker.
+
+    Args:
+        spec: timm's description of strength and kind, as "rand-m9-mstd0.5-inc1".
+        img_size: (H, W) of the crops in pixels.
+        mean: of the channels, 0..1: fills what a rotation uncovers.
+
+    Raises:
+        DataError: the images have neither 1 nor 3 channels, or the description is not one of timm's.
+
+    Source: Cubuk et al. 2020; timm/data/auto_augment.py; settings of facebookresearch/mae FINETUNE.md.
+    """
+
+    def __init__(self, spec: str, img_size: tuple[int, int], mean: tuple[float, ...]) -> None:
+        if len(mean) not in (1, 3):
+            raise DataError(
+                f"augment.rand_augment {spec}: is for images of 1 or 3 channels, these have {len(mean)}; "
+                'set --augment.rand_augment ""'
+            )
+        fill = tuple(round(255 * value) for value in mean)
+        hints = {
+            "translate_const": int(min(img_size) * 0.45),
+            "img_mean": fill if len(fill) == 3 else fill[0],
+            "interpolation": Image.Resampling.BICUBIC,
+        }
+        try:
+            self._transform = rand_augment_transform(spec, hints)
+        except (AssertionError, ValueError, KeyError, IndexError) as error:
+            raise DataError(
+                f"augment.rand_augment {spec}: is no description that timm understands ({error}); "
+                "an example: rand-m9-mstd0.5-inc1"
+            ) from error
+
+    def __call__(self, image: Tensor, seed: int) -> Tensor:
+        """(1 or 3, H, W) uint8 -> the same shape, uint8."""
+        grey = image.shape[0] == 1
+        pixels = image[0] if grey else image.permute(1, 2, 0)
+        picture = Image.fromarray(np.ascontiguousarray(pixels.numpy()))
+        with seeded(seed):
+            augmented = torch.from_numpy(np.array(self._transform(picture)))
+        return augmented.unsqueeze(0) if grey else augmented.permute(2, 0, 1)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the global generators that timm's augmentations draw from, and puts them back as they were."""
+    # timm knows no other generators than these.
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002

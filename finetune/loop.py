@@ -1,0 +1,385 @@
+"""The fine-tuning loop."""
+
+import contextlib
+import dataclasses
+import math
+import random
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from timm.data.mixup import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.utils.model_ema import ModelEmaV3
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from data.augment import RandAugment
+from data.loader import Batch, BatchLoader
+from data.stream import BatchPlan, SubsetOrder, mix64
+from data.transforms import Normalization
+from finetune.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, FinetuneConfig
+from finetune.distill import Teacher, distillation_loss, load_teacher
+from finetune.evaluate import EvaluationSet, Scores, draw_confusion, evaluate
+from finetune.labelled import LabelledData, open_training_data
+from finetune.report import best_top1, describe_run, export_classifier, finish_report, input_sheet
+from models.formats import PretrainedEncoder, load_encoder
+from models.heads import Classifier, build_classifier
+from training.checkpoint import checkpoint_path, save_checkpoint
+from training.cli import UserError
+from training.log import RunLog
+from training.meters import Meters, WaitClock
+from training.optim import LARS, build_adamw, layer_groups, set_lr
+from training.resume import compute_dtype, identity, resume
+from training.run import StopRequest, build_accelerator, check_run_folder, lock_run_folder, save_config
+from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
+
+EMA_PREFIX = "ema/"
+
+
+@dataclass
+class Finetuning:
+    """Everything a run needs, put together and checked before the first step."""
+
+    config: FinetuneConfig
+    folder: Path
+    accelerator: Accelerator
+    encoder: PretrainedEncoder
+    """What the classifier was built on."""
+    data: LabelledData
+    validation: EvaluationSet | None
+    normalization: Normalization
+    img_size: tuple[int, int]
+    """(H, W) in pixels."""
+    classifier: Classifier
+    """The bare model: checkpoints, export."""
+    wrapped: nn.Module
+    """The model as accelerate distributes it: training steps."""
+    ema: ModelEmaV3 | None
+    optimizer: torch.optim.Optimizer
+    teacher: Teacher | None
+    plan: BatchPlan
+    horizon: Horizon
+    start_step: int
+    lock: AbstractContextManager[object]
+    """Keeps the run folder to this run until it is left."""
+
+    @property
+    def num_classes(self) -> int:
+        """Classes that the head tells apart."""
+        return self.data.num_classes
+
+    @property
+    def measured(self) -> Classifier:
+        """The model that is measured and exported: the moving average where there is one."""
+        return self.classifier if self.ema is None else cast(Classifier, self.ema.module)
+
+
+def set_up(config: FinetuneConfig) -> Finetuning:
+    """Puts a run together; nothing is written before everything is checked.
+
+    Raises:
+        UserError, DataError: settings, encoder, data or run folder do not fit.
+    """
+    config = dataclasses.replace(config, output_dir=config.output_dir or "runs/finetune")
+    folder = Path(config.output_dir)
+    check_run_folder(folder, config, config.resume, (*MAY_CHANGE_ON_RESUME, *CHANGES_THE_RUN))
+    if not config.encoder:
+        raise UserError(
+            "no encoder given: --encoder takes a pretraining run folder, or another of the forms in --help; for a model "
+            "without pretraining add --from_scratch True"
+        )
+    accelerator = build_accelerator(config.run, folder)
+    data = open_training_data(config.data, config.run.seed)
+    classifier, encoder = build_model(config, data.num_classes)
+    normalization = choose_normalization(config, encoder)
+    img_size = config.model.img_size or encoder.img_size
+    validation = data.evaluation_set(config.data, img_size, encoder.in_chans)
+    teacher = load_teacher(config.distill, data.num_classes, encoder.in_chans) if config.distill.teacher else None
+    if config.augment.rand_augment:  # its mistakes belong here, not into a reader process
+        RandAugment(config.augment.rand_augment, img_size, normalization.mean)
+
+    plan = BatchPlan(
+        config.data.batch_size_per_process, config.optim.accum_steps, accelerator.num_processes, accelerator.process_index
+    )
+    horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(data.rows), plan.global_batch_size)
+    classifier.to(accelerator.device)
+    if teacher is not None:
+        teacher.model.to(accelerator.device)
+    ema = None if config.ema_decay is None else ModelEmaV3(classifier, decay=config.ema_decay, use_warmup=True)
+    optimizer = build_optimizer(classifier, config)
+    start_step = 0
+    if config.resume == "auto":
+        now = identity(config, data.train.manifest.hash, plan.global_batch_size, accelerator)
+        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, classifier, optimizer, accelerator)
+        if checkpoint is not None:
+            start_step = checkpoint.step
+            if ema is not None:
+                ema.module.load_state_dict(checkpoint.part(EMA_PREFIX), strict=True)
+    if config.run.compile:
+        classifier.compile()  # in place: parameter names stay as they are
+    wrapped, optimizer = accelerator.prepare(classifier, optimizer)
+    accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes to it
+    lock: AbstractContextManager[object] = contextlib.nullcontext()
+    if accelerator.is_main_process:
+        lock = lock_run_folder(folder)
+        save_config(folder, config)
+    return Finetuning(
+        config, folder, accelerator, encoder, data, validation, normalization, img_size, classifier, wrapped, ema,
+        cast(torch.optim.Optimizer, optimizer), teacher, plan, horizon, start_step, lock,
+    )  # fmt: skip
+
+
+def build_model(config: FinetuneConfig, num_classes: int) -> tuple[Classifier, PretrainedEncoder]:
+    """Loads the encoder and puts the head on it.
+
+    Raises:
+        UserError: the encoder cannot be loaded, or the settings do not fit it.
+    """
+    try:
+        encoder = load_encoder(config.encoder, weights=not config.from_scratch)
+        distilled = bool(config.distill.teacher)
+        return build_classifier(encoder, config.model, num_classes, distilled, config.from_scratch), encoder
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def choose_normalization(config: FinetuneConfig, encoder: PretrainedEncoder) -> Normalization:
+    """The encoder's own mean and std, as it was pretrained with; or the user's.
+
+    Raises:
+        UserError: only one of the two is given, or a length is not the encoder's number of channels.
+    """
+    mean, std = config.data.mean, config.data.std
+    if not mean and not std:
+        return Normalization(encoder.mean, encoder.std)
+    if len(mean) != encoder.in_chans or len(std) != encoder.in_chans or min(std) <= 0:
+        raise UserError(
+            f"data.mean and data.std need {encoder.in_chans} numbers each (one per channel, std above 0); given: mean "
+            f"{list(mean)}, std {list(std)}"
+        )
+    return Normalization(mean, std)
+
+
+def build_optimizer(classifier: Classifier, config: FinetuneConfig) -> torch.optim.Optimizer:
+    """AdamW or LARS with layer-wise learning rates, which are set at every step."""
+    groups = layer_groups(classifier, config.optim.weight_decay, config.optim.layer_decay)
+    if config.optim.name == "lars":
+        return LARS(groups, momentum=config.optim.beta1)
+    return build_adamw(groups, config.optim)
+
+
+class Mixing:
+    """What happens to a batch on the device: random erasing, then mixup or cutmix; and the targets that belong to it.
+
+    Args:
+        config: of the run.
+        num_classes: of the data.
+        device: of the batches.
+    """
+
+    def __init__(self, config: FinetuneConfig, num_classes: int, device: torch.device) -> None:
+        augment = config.augment
+        self.smoothing = augment.label_smoothing
+        self.erase = RandomErasing(augment.erase_probability, mode="pixel", max_count=1, device=str(device))
+        self.mix = None
+        if augment.mixes:
+            self.mix = Mixup(
+                augment.mixup, augment.cutmix, prob=augment.mix_probability, label_smoothing=self.smoothing,
+                num_classes=num_classes,
+            )  # fmt: skip
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, C, H, W) normalised and (B,) labels -> images and targets, (B, classes) where images are mixed."""
+        if self.erase.probability > 0:
+            images = self.erase(images)
+        return (images, labels) if self.mix is None else self.mix(images, labels)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy; mixed targets hold their smoothing already."""
+        return F.cross_entropy(logits, targets, label_smoothing=self.smoothing if self.mix is None else 0.0)
+
+
+def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:
+    """Seeds every generator that erasing, mixing and drop path draw from: a resumed run draws what it would have drawn."""
+    position = np.array([(step << 20) + (micro_step << 10) + rank], dtype=np.uint64)
+    value = int(mix64(mix64(np.array([seed], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)) ^ position)[0] >> np.uint64(1))
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002 (timm's Mixup knows no other generator)
+    torch.manual_seed(value)
+
+
+def train(run: Finetuning) -> int:
+    """Trains to the end, or until a signal.
+
+    Returns:
+        The exit status: 0, or 128 + the number of the signal that ended the run.
+
+    Raises:
+        UserError: the loss is not finite, or a checkpoint cannot be written.
+        DataError: the data cannot be read.
+    """
+    config, accelerator, horizon = run.config, run.accelerator, run.horizon
+    if accelerator.is_main_process:
+        tqdm.write(describe_run(run.config, run.data, run.validation, run.classifier, run.encoder, horizon, run.plan,
+                                accelerator.device, compute_dtype(accelerator)))  # fmt: skip
+        if run.start_step:
+            tqdm.write(f"  resume  {checkpoint_path(run.folder / 'checkpoints', run.start_step)}")
+    clock, meters = WaitClock(), Meters()
+    batches = clock.watch(iter(build_loader(run)))
+    mixing = Mixing(config, run.num_classes, accelerator.device)
+    peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
+    eval_every = max(1, round(config.eval_every_epochs * len(run.data.rows) / run.plan.global_batch_size))
+    log = RunLog(accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock)
+    step, stopped, scores = run.start_step, False, None
+    run.classifier.train()
+    with StopRequest() as stop, log:
+        while step < horizon.num_steps and not stopped:
+            lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
+            set_lr(run.optimizer, lr)
+            pictures = config.run.picture_every_steps
+            shown = train_step(run, step, batches, mixing, meters, log.faults)
+            if accelerator.is_main_process and (step == 0 or (pictures and (step + 1) % pictures == 0)):
+                log.add_picture("input", input_sheet(run.normalization.invert(shown)), step + 1)
+            step += 1
+
+            stopped = stop.agreed()
+            is_last = step == horizon.num_steps
+            saves = stopped or is_last or step % config.run.save_every_steps == 0
+            measures = run.validation is not None and (is_last or step % eval_every == 0)
+            if saves or measures or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
+                write_log(run, log, step, lr, meters)
+            if measures:
+                with log.paused():
+                    scores = measure(run, log, step)
+            if saves:
+                save(run, step)
+    if step == horizon.num_steps:
+        finish(run, scores)
+        return 0
+    if accelerator.is_main_process:
+        tqdm.write(f"stopped after step {step}; the same command with --resume auto goes on from there")
+    return stop.exit_status or 1
+
+
+def build_loader(run: Finetuning) -> BatchLoader:
+    """This process's batches from the start step on."""
+    config, augment = run.config, run.config.augment.rand_augment
+    order = SubsetOrder(run.data.rows, config.run.seed, config.data.shuffle_window)
+    return BatchLoader(
+        run.data.train, config.data, run.plan, order, run.img_size, run.encoder.in_chans, run.start_step,
+        run.horizon.num_steps, pin_memory=run.accelerator.device.type == "cuda",
+        augment=RandAugment(augment, run.img_size, run.normalization.mean) if augment else None,
+    )  # fmt: skip
+
+
+def train_step(
+    run: Finetuning, step: int, batches: Iterator[Batch], mixing: Mixing, meters: Meters, faults: list[str]
+) -> Tensor:
+    """Does one optimizer step: accumulated micro-batches, then the update.
+
+    Returns:
+        (B, C, H, W) normalised: the last micro-batch as the model saw it.
+    """
+    accelerator, accum_steps = run.accelerator, run.config.optim.accum_steps
+    images = torch.empty(0)
+    for micro_step in range(accum_steps):
+        batch = next(batches)
+        faults.extend(batch.faults)
+        seed_micro_step(run.config.run.seed, step, micro_step, accelerator.process_index)
+        is_last = micro_step == accum_steps - 1
+        # Gradients travel between processes once per step, with the last micro-batch.
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(run.wrapped):
+            images = run.normalization.apply(batch.images.to(accelerator.device, non_blocking=True))
+            labels = batch.labels.to(accelerator.device, non_blocking=True)
+            images, targets = mixing(images, labels)
+            loss = compute_loss(run, images, targets, mixing)
+            accelerator.backward(loss / accum_steps)
+        meters.update(loss=loss)
+    limit = run.config.optim.clip_grad_norm
+    norm = accelerator.clip_grad_norm_(run.classifier.parameters(), float("inf") if limit is None else limit)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    if run.ema is not None:
+        run.ema.update(run.classifier, step=step)
+    meters.update(grad_norm=cast(Tensor, norm))
+    return images
+
+
+def compute_loss(run: Finetuning, images: Tensor, targets: Tensor, mixing: Mixing) -> Tensor:
+    """The labels' loss on the head, and the teacher's on the distillation token where there is one."""
+    outputs = run.wrapped(images)
+    if run.teacher is None:
+        return mixing.loss(outputs.float(), targets)
+    logits, distilled = outputs
+    with run.accelerator.autocast():
+        answers = run.teacher.logits(images, run.normalization)
+    config = run.config.distill
+    of_teacher = distillation_loss(distilled.float(), answers.float(), config)
+    return (1 - config.alpha) * mixing.loss(logits.float(), targets) + config.alpha * of_teacher
+
+
+def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters) -> None:
+    """Writes the entry of a log interval.
+
+    Raises:
+        UserError: the loss or the gradient is not finite.
+    """
+    if step == log.last_step:
+        return
+    means = meters.take(lambda tensor: cast(Tensor, run.accelerator.reduce(tensor, "mean")))
+    loss, grad_norm = means["loss"], means["grad_norm"]
+    epoch = step * run.plan.global_batch_size / len(run.data.rows)
+    first = log.last_step + 1
+    log.write(step, {"loss": loss, "lr": lr, "grad_norm": grad_norm, "epoch": epoch}, headline=f"loss {loss:.4f}")
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise UserError(
+            f"loss {loss} or gradient norm {grad_norm} is not finite between steps {first} and {step}; nothing of it was "
+            "saved. Go on from the last checkpoint with --resume auto and a lower --optim.base_lr, --optim.clip_grad_norm 1, "
+            "or --run.dtype float32"
+        )
+
+
+def measure(run: Finetuning, log: RunLog, step: int) -> Scores:
+    """Measures on the validation images, logs, and exports the classifier where it is the best so far."""
+    assert run.validation is not None
+    scores = evaluate(run.measured, run.validation, run.normalization, run.num_classes, run.accelerator)
+    values = {"val/top1": scores.top1, "val/top5": scores.top5, "val/loss": scores.loss}
+    log.write_measured(step, values, f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, loss {scores.loss:.4f}")
+    if run.accelerator.is_main_process:
+        log.add_picture("confusion", draw_confusion(scores, run.data.class_names), step)
+        if scores.top1 > best_top1(run.folder):
+            export_classifier(run.folder, run.measured, run.encoder, run.config, run.data.class_names, step, scores, best=True)
+    return scores
+
+
+def save(run: Finetuning, step: int) -> None:
+    """Writes a checkpoint on the first process."""
+    if not run.accelerator.is_main_process:
+        return
+    config = identity(run.config, run.data.train.manifest.hash, run.plan.global_batch_size, run.accelerator)
+    extra = {} if run.ema is None else {EMA_PREFIX + name: tensor for name, tensor in run.ema.module.state_dict().items()}
+    save_checkpoint(
+        run.folder / "checkpoints", step, config, run.classifier, run.optimizer, run.config.run.keep_checkpoints, extra
+    )
+
+
+def finish(run: Finetuning, scores: Scores | None) -> None:
+    """Leaves the classifier and its tables, and says what to type next.
+
+    Args:
+        run: at its end.
+        scores: measured at the last step; None where a finished run was resumed, or nothing can be measured.
+    """
+    if scores is None and run.validation is not None:
+        scores = evaluate(run.measured, run.validation, run.normalization, run.num_classes, run.accelerator)
+    if run.accelerator.is_main_process:
+        step = run.horizon.num_steps
+        export_classifier(run.folder, run.measured, run.encoder, run.config, run.data.class_names, step, scores, best=False)
+        tqdm.write(finish_report(run.folder, run.config, run.validation, run.data.class_names, scores))

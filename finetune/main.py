@@ -1,0 +1,25 @@
+"""Fine-tunes or measures: `accelerate launch finetune/main.py --encoder RUN --data.train IMAGES`; `--help` lists all flags."""
+
+import sys
+
+from finetune.config import FinetuneConfig
+from finetune.loop import set_up, train
+from finetune.measure import measure_only
+from training.cli import parse_args, user_errors
+
+
+def main() -> int:
+    """Fine-tunes or measures as the command line says; gives the exit status."""
+    config = parse_args(FinetuneConfig)
+    if config.eval_only:
+        with user_errors():
+            measure_only(config)
+        return 0
+    with user_errors():
+        run = set_up(config)
+    with user_errors(every_process=True), run.lock:
+        return train(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

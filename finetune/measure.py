@@ -1,0 +1,61 @@
+"""Measuring a fine-tuned classifier again, on any labelled images."""
+
+import dataclasses
+from pathlib import Path
+
+from torch import nn
+from tqdm import tqdm
+
+from data.sources import open_dataset
+from data.transforms import Normalization
+from finetune.config import FinetuneConfig
+from finetune.evaluate import EvaluationSet, describe_scores, evaluate, write_scores
+from finetune.labelled import check_class_names
+from models.heads import CLASSIFIER_NAME, TrainedClassifier, load_classifier
+from training.cli import UserError
+from training.run import build_accelerator
+
+
+def measure_only(config: FinetuneConfig) -> None:
+    """Measures the classifier that `config.encoder` names on `config.data.val`, and writes the tables and the picture.
+
+    The size of the input, its normalisation and the crop are those the classifier was trained with.
+
+    Raises:
+        UserError: there is no such classifier, or its classes are not those of the data.
+        DataError: the data cannot be read.
+    """
+    source = Path(config.encoder)
+    if not config.encoder or not config.data.val:
+        raise UserError(
+            "eval_only measures a fine-tuned classifier on labelled images: give --encoder RUN_FOLDER and --data.val IMAGES"
+        )
+    folder = Path(config.output_dir) if config.output_dir else (source if source.is_dir() else source.parent) / "evaluation"
+    try:
+        trained = load_classifier(config.encoder)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    accelerator = build_accelerator(config.run, folder)
+    shards = open_dataset(config.data.val, labelled=True)
+    check_class_names(trained.class_names, trained.model.num_classes, shards, config.encoder)
+    data = EvaluationSet(
+        shards, None, trained.img_size, trained.in_chans, trained.eval_crop_pct, config.data.eval_batch_size,
+        config.data.num_workers,
+    )  # fmt: skip
+    model: nn.Module = trained.model.to(accelerator.device)
+    normalization = Normalization(trained.mean, trained.std)
+    scores = evaluate(model, data, normalization, trained.model.num_classes, accelerator)
+    if accelerator.is_main_process:
+        write_scores(folder, scores, trained.class_names, _about(config, trained, source))
+        tqdm.write(f"{describe_scores(scores, trained.class_names)}\nlook at what it confuses: {folder / 'confusion.png'}")
+
+
+def _about(config: FinetuneConfig, trained: TrainedClassifier, source: Path) -> dict[str, object]:
+    """What was measured on what."""
+    settings = dataclasses.asdict(config.data)
+    return {
+        "classifier": str(source / CLASSIFIER_NAME if source.is_dir() else source),
+        "data": settings["val"],
+        "img_size": list(trained.img_size),
+        "eval_crop_pct": trained.eval_crop_pct,
+    }

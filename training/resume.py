@@ -1,0 +1,85 @@
+"""Continuing a run where its newest valid checkpoint stands."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from tqdm import tqdm
+
+from training.checkpoint import Checkpoint, newest_checkpoint, restore
+from training.cli import UserError, flat_config
+
+
+def compute_dtype(accelerator: Accelerator) -> str:
+    """Type of the matrix products of a run."""
+    return "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
+
+
+def identity(config: Any, manifest_hash: str, global_batch_size: int, accelerator: Accelerator) -> dict[str, Any]:
+    """What a checkpoint records of its run: the config, and what a config does not say.
+
+    Args:
+        config: of the run, a dataclass.
+        manifest_hash: identifies the training data.
+        global_batch_size: images of one optimizer step.
+        accelerator: of the run.
+    """
+    return flat_config(config) | {
+        "manifest_hash": manifest_hash,
+        "global_batch_size": global_batch_size,
+        "dtype": compute_dtype(accelerator),
+    }
+
+
+def resume(
+    folder: Path,
+    now: dict[str, Any],
+    changes_the_run: Sequence[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+) -> Checkpoint | None:
+    """Restores the newest valid checkpoint of a run; damaged ones after it are set aside under another name.
+
+    Args:
+        folder: of the checkpoints.
+        now: identity of the run as it is started now.
+        changes_the_run: settings that may differ, with a warning.
+        model: without any wrapper.
+        optimizer: over the model's parameters.
+        accelerator: of the run.
+
+    Returns:
+        The checkpoint, already restored; None where there is none.
+
+    Raises:
+        UserError: the data or the global batch size is another than in the checkpoint.
+    """
+    checkpoint, complaints = newest_checkpoint(folder)
+    accelerator.wait_for_everyone()  # all have looked, before the first process renames anything
+    for path, complaint in complaints.items():
+        if accelerator.is_main_process:
+            path.rename(path.with_suffix(".damaged"))
+            tqdm.write(f"warning: {complaint}; set aside as {path.stem}.damaged, an earlier checkpoint is used")
+    if checkpoint is None:
+        return None
+    was = checkpoint.config
+    changed = [f"{key} {was.get(key)} -> {now[key]}" for key in (*changes_the_run, "dtype") if was.get(key) != now[key]]
+    if changed and accelerator.is_main_process:
+        tqdm.write(f"warning: the run goes on, but not as an uninterrupted one would: {', '.join(changed)}")
+    if was["manifest_hash"] != now["manifest_hash"]:
+        raise UserError(
+            f"{checkpoint.path}: was trained on other data ({was['data.train']}) than {now['data.train']} holds now; "
+            "continue on the same shards, or start a new run with another --output_dir"
+        )
+    if was["global_batch_size"] != now["global_batch_size"]:
+        raise UserError(
+            f"{checkpoint.path}: was trained with a global batch of {was['global_batch_size']}, now it would be "
+            f"{now['global_batch_size']}: change --data.batch_size_per_process or --optim.accum_steps so that "
+            "batch_size_per_process x processes x accum_steps stays the same"
+        )
+    restore(checkpoint, model, optimizer)
+    return checkpoint
