@@ -10,6 +10,7 @@ from data.loader import DataConfig
 from data.stream import num_steps_for_epochs
 from models.mae import MAEConfig
 from training.cli import UserError
+from training.knn import ProbeConfig
 from training.optim import OptimConfig
 from training.run import RunConfig
 
@@ -31,6 +32,12 @@ MAY_CHANGE_ON_RESUME = (
     "data.prefetch_batches",
     "data.batch_size_per_process",  # the global batch must stay the same, and is checked
     "optim.accum_steps",
+    "probe.train",
+    "probe.test",
+    "probe.every_epochs",
+    "probe.max_train",
+    "probe.max_test",
+    "probe.k",
 )
 """Settings that may differ when a run is continued: none changes what is learnt."""
 
@@ -64,6 +71,8 @@ class PretrainConfig:
     """The optimizer."""
     run: RunConfig = field(default_factory=RunConfig)
     """How the run is carried out."""
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """What the encoder knows, measured while it is trained."""
 
     def __post_init__(self) -> None:
         if not 0 < self.epochs < math.inf:

@@ -26,9 +26,10 @@ from pretrain.pictures import reconstruction_sheet, reconstruction_triples, shee
 from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import checkpoint_path, newest_checkpoint, replacing, restore, save_checkpoint
 from training.cli import UserError, flat_config
+from training.knn import OnlineProbe, is_due
 from training.log import RunLog
 from training.meters import Meters, WaitClock
-from training.optim import build_adamw, set_lr
+from training.optim import build_adamw, parameter_groups, set_lr
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_run_folder, save_config
 from training.schedule import scale_lr, warmup_cosine
 
@@ -54,6 +55,8 @@ class Pretraining:
     start_step: int
     preview: Tensor
     """(b, C, H, W) uint8 on the device: what pictures are made of."""
+    probe: OnlineProbe | None
+    """Measures the encoder now and then."""
     lock: AbstractContextManager[object]
     """Keeps the run folder to this run until it is left."""
 
@@ -82,9 +85,15 @@ def set_up(config: PretrainConfig) -> Pretraining:
     )
     horizon = plan_horizon(config, len(shards), plan.global_batch_size)
     preview = preview_images(shards, config.model.img_size, config.model.in_chans, NUM_PREVIEW_IMAGES, config.data.max_pixels)
+    probe = None
+    if config.probe.train:
+        probe = OnlineProbe(
+            config.probe, config.model.img_size, config.model.in_chans, normalization,
+            config.data.batch_size_per_process, config.data.num_workers, accelerator,
+        )  # fmt: skip
 
     model.to(accelerator.device)
-    optimizer = build_adamw(model, config.optim)
+    optimizer = build_adamw(parameter_groups(model, config.optim.weight_decay), config.optim)
     start_step = 0
     if config.resume == "auto":
         start_step = resume(folder / "checkpoints", identity(config, shards, plan, accelerator), model, optimizer, accelerator)
@@ -98,7 +107,7 @@ def set_up(config: PretrainConfig) -> Pretraining:
         save_config(folder, config)
     return Pretraining(
         config, folder, accelerator, shards, normalization, model, wrapped, cast(torch.optim.Optimizer, optimizer),
-        plan, horizon, start_step, preview.to(accelerator.device), lock,
+        plan, horizon, start_step, preview.to(accelerator.device), probe, lock,
     )  # fmt: skip
 
 
@@ -186,6 +195,8 @@ def train(run: Pretraining) -> int:
                 accelerator.device, compute_dtype(accelerator),
             )
         )  # fmt: skip
+        if run.probe:
+            tqdm.write(f"   probe  {run.probe.describe()}")
         if run.start_step:
             tqdm.write(f"  resume  {checkpoint_path(run.folder / 'checkpoints', run.start_step)}")
     order = SampleOrder(run.shards.first_sample, config.run.seed, config.data.shuffle_window)
@@ -199,6 +210,8 @@ def train(run: Pretraining) -> int:
     log = RunLog(accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock)
     step, stopped = run.start_step, False
     with StopRequest() as stop, log:
+        if step == 0:
+            measure(run, log, step)
         while step < horizon.num_steps and not stopped:
             lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
             set_lr(run.optimizer, lr)
@@ -213,6 +226,8 @@ def train(run: Pretraining) -> int:
             is_due = step == horizon.num_steps or (pictures and step % pictures == 0)
             if is_due and accelerator.is_main_process:
                 log.add_picture("reconstruction", preview_sheet(run, step), step)
+            if not stopped:  # whoever stops a run may not wait long for it to save
+                measure(run, log, step)
             if saves:
                 save(run, step)
     if step == horizon.num_steps:
@@ -269,6 +284,22 @@ def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, fault
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     meters.update(grad_norm=cast(Tensor, norm))
+
+
+def measure(run: Pretraining, log: RunLog, step: int) -> None:
+    """Measures the encoder where a period is complete, and at the end of the run.
+
+    Raises:
+        DataError: an image of the probe cannot be read.
+    """
+    epochs_per_step = run.plan.global_batch_size / len(run.shards)
+    due = step == run.horizon.num_steps or is_due(step, epochs_per_step, run.config.probe.every_epochs)
+    if run.probe is None or not due:
+        return
+    with log.paused():
+        values = run.probe.measure(run.model.encoder)
+    shares = f"{values['knn/mean']:.1%} by the mean of the patches, {values['knn/cls']:.1%} by CLS"
+    log.write_measured(step, values, f"{run.config.probe.k}-NN accuracy {shares}")
 
 
 def preview_sheet(run: Pretraining, step: int) -> Image.Image:

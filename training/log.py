@@ -1,11 +1,14 @@
 """What a run tells while it goes on: progress bar, TensorBoard, metrics.jsonl, warnings about the data."""
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import torch
 from accelerate import Accelerator
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
@@ -123,6 +126,28 @@ class RunLog:
             self.bar.update(step - self.last_step)
         self.accelerator.log(values, step=step)
         self.last_step, self._last_time, self.clock.waited_s = step, time.perf_counter(), 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Takes the time of something that is no training out of images/s and of the share of waiting for data."""
+        if self.accelerator.device.type != "cpu":
+            torch.accelerator.synchronize()  # steps that the device still has to do are training
+        start = time.perf_counter()
+        yield
+        self._last_time += time.perf_counter() - start
+
+    def write_measured(self, step: int, values: dict[str, float], headline: str) -> None:
+        """Writes an entry of its own for what was measured now and then; the entries of the training are not touched.
+
+        Args:
+            step: optimizer steps done.
+            values: what to write.
+            headline: a line for the terminal.
+        """
+        if self.accelerator.is_main_process:
+            self._metrics.write({"step": step, **values})
+            tqdm.write(f"step {step}: {headline}")
+        self.accelerator.log(values, step=step)
 
     def _report_faults(self) -> None:
         if not self.faults:
