@@ -11,13 +11,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from data.shards import ShardSet
 from data.sources import open_dataset
 from models.formats import PretrainedEncoder, load_encoder
 from models.position import sincos_2d
 from training.checkpoint import replacing
 from training.cli import UserError
 from training.features import Features, extract_features, feature_cache
+from training.knn import check_same_classes
 from training.machine import best_device
 
 RANDOM_SUFFIX = " (random weights)"
@@ -71,7 +71,7 @@ def probed_encoders(config: ProbeData) -> Iterator[ProbedEncoder]:
         UserError: an encoder cannot be loaded, or the labels of the two sets do not fit each other.
         DataError: the data cannot be read.
     """
-    train, test = open_labelled(config.train), open_labelled(config.test)
+    train, test = (open_dataset(source, labelled=True) for source in (config.train, config.test))
     check_same_classes(train, test)
     num_classes = int(max(train.labels.max(), test.labels.max())) + 1
     device = best_device()
@@ -94,29 +94,6 @@ def probed_encoders(config: ProbeData) -> Iterator[ProbedEncoder]:
                 for shards in (train, test)
             ]  # fmt: skip
             yield ProbedEncoder(name, features[0], features[1], num_classes)
-
-
-def open_labelled(path: str) -> ShardSet:
-    """Opens a data set of which every sample must have a label."""
-    return open_dataset(path, labelled=True)
-
-
-def check_same_classes(train: ShardSet, test: ShardSet) -> None:
-    """Makes sure that label 3 of one set is label 3 of the other."""
-    ours, theirs = train.manifest.class_names, test.manifest.class_names
-    if ours and theirs and ours != theirs:
-        differing = next(
-            (number for number, names in enumerate(zip(ours, theirs, strict=False)) if names[0] != names[1]),
-            min(len(ours), len(theirs)),
-        )
-        name = [names[differing] if differing < len(names) else "nothing" for names in (ours, theirs)]
-        raise UserError(
-            f"classes of {train.root} and {test.root} differ: number {differing} is {name[0]} in the first, {name[1]} in the "
-            f"second ({len(ours)} and {len(theirs)} classes); write both sets of shards from the same classes"
-        )
-    strangers = set(test.labels.tolist()) - set(train.labels.tolist())
-    if strangers:
-        raise UserError(f"{test.root} has labels that {train.root} has no sample of: {sorted(strangers)[:10]}")
 
 
 def with_random_weights(encoder: PretrainedEncoder, seed: int) -> PretrainedEncoder:

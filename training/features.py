@@ -102,7 +102,9 @@ def _cache_key(encoder: PretrainedEncoder, shards: ShardSet, last_blocks: int, d
     for name, tensor in sorted(encoder.model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    settings = [shards.manifest.hash, encoder.img_size, encoder.mean, encoder.std, last_blocks, native_bfloat16(device.type)]
+    # Weights do not say all: the same can be meant for another number of heads.
+    architecture = [encoder.timm_name, encoder.timm_arguments, encoder.norm_eps, encoder.mean, encoder.std]
+    settings = [shards.manifest.hash, architecture, last_blocks, native_bfloat16(device.type)]
     digest.update(json.dumps(settings).encode())
     return digest.hexdigest()[:32]
 

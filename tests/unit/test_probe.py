@@ -1,5 +1,6 @@
 import dataclasses
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from data.shards import ShardSet
 from data.transforms import Normalization
 from finetune.compare import with_random_weights
 from finetune.probe import Setting, accuracy, fit_linear_grid, linear_probe, split_held_out
+from models.attention import Attention
 from models.formats import PretrainedEncoder, load_encoder
 from models.mae import MAEConfig, build_mae
 from models.position import PositionKind
@@ -136,6 +138,12 @@ def test_cached_features_are_used_again_but_not_for_other_weights(
     (cached,) = (tmp_path / "c").iterdir()
     cached.write_bytes(cached.read_bytes()[:100])
     assert torch.equal(extract(), first)
+    other_heads = encoder._replace(timm_arguments=encoder.timm_arguments | {"num_heads": 2})
+    for block in encoder.model.blocks:
+        attention = cast(Attention, block.get_submodule("attn"))
+        attention.num_heads, attention.head_dim = 2, 16
+    same_weights = extract_features(other_heads, picture_shards, 1, torch.device("cpu"), num_workers=0, cache=tmp_path / "c")
+    assert not torch.equal(same_weights.views["cls/2"], first)
     with torch.no_grad():
         encoder.model.blocks[0].get_parameter("norm1.weight").mul_(2)
     assert not torch.equal(extract(), first)
