@@ -26,6 +26,8 @@ class EvaluationBatch(NamedTuple):
     """(B,) int64; -1 where a sample has none."""
     indices: Tensor
     """(B,) int64: which samples these are."""
+    sources: list[tuple[str, str]]
+    """B times the name of the shard and the key in it."""
 
 
 class _Batches(IterableDataset):
@@ -67,7 +69,8 @@ class _Batches(IterableDataset):
                 raise DataError(f"{sample.shard}: {sample.key}: {error}; take it out: write the shards anew") from error
             images.append(center_crop_resized(image, self.img_size, self.crop_pct))
         labels = torch.tensor([sample.label for sample in samples])
-        return EvaluationBatch(torch.stack(images), labels, torch.tensor(list(indices)))
+        sources = [(sample.shard, sample.key) for sample in samples]
+        return EvaluationBatch(torch.stack(images), labels, torch.tensor(list(indices)), sources)
 
 
 def share_of_process(count: int, batch_size: int, rank: int, world_size: int) -> range:

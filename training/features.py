@@ -1,17 +1,18 @@
-"""Features of a frozen encoder, computed once and kept on disk.
+"""Features of a frozen encoder: of images in memory, and of a data set, computed once and kept on disk.
 
-Shapes: N samples, n blocks, D encoder width.
+Shapes: B images, C channels, H W pixels, N samples, D encoder width, h w patches in a column and in a row of an image.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,6 +23,69 @@ from data.transforms import Normalization
 from models.formats import PretrainedEncoder
 from training.checkpoint import replacing
 from training.machine import native_bfloat16
+
+
+class EncodedImages(NamedTuple):
+    """Tokens after one block and the encoder's final norm, float32 on the encoder's device."""
+
+    cls: Tensor | None
+    """(B, D); None where the encoder has no CLS token."""
+    patches: Tensor
+    """(B, h, w, D): [b, i, j] belongs to the patch in row i and column j of image b."""
+
+
+def encode_images(
+    encoder: PretrainedEncoder, images: Tensor, block: int | None = None, dtype: torch.dtype = torch.float32
+) -> EncodedImages:
+    """Encodes whole images; nothing is hidden or shuffled, and no gradient is kept.
+
+    Args:
+        encoder: from `load_encoder`.
+        images: (B, C, H, W) uint8 of the encoder's size.
+        block: after which block, 1 .. depth; None: the last.
+        dtype: of the matrix products.
+
+    Raises:
+        ValueError: images of another type or size, or no such block.
+    """
+    expected = (encoder.in_chans, *encoder.img_size)
+    if images.dtype != torch.uint8 or tuple(images.shape[1:]) != expected:
+        given = f"{str(images.dtype).removeprefix('torch.')} of {tuple(images.shape)}"
+        raise ValueError(f"the encoder takes uint8 images of (B, C, H, W) = (any, {str(expected)[1:-1]}), not {given}")
+    model = encoder.model
+    block = check_block(encoder, block)
+    device = next(model.parameters()).device
+    normalized = Normalization(encoder.mean, encoder.std).apply(images.to(device))
+    ((prefix, patches),) = _block_tokens(model, normalized, [block], dtype)
+    return EncodedImages(prefix[:, 0] if model.has_class_token else None, patches.unflatten(1, model.patch_embed.grid_size))
+
+
+def check_block(encoder: PretrainedEncoder, block: int | None) -> int:
+    """Number of a block of an encoder, the last one for None; ValueError where there is no such block."""
+    depth = len(encoder.model.blocks)
+    if block is not None and not 1 <= block <= depth:
+        raise ValueError(f"block {block}: the encoder has the blocks 1 .. {depth}")
+    return block or depth
+
+
+def _block_tokens(
+    model: VisionTransformer, images: Tensor, blocks: list[int], dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """Tokens after some blocks (numbered from 1) and the final norm.
+
+    Returns:
+        For each block, float32: (B, R, D) of CLS and other tokens that are no patches, and (B, h * w, D) of the patches.
+    """
+    device = images.device.type
+    with torch.no_grad(), torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        found = model.forward_intermediates(
+            images, indices=[block - 1 for block in blocks], norm=True, stop_early=True, output_fmt="NLC",
+            return_prefix_tokens=True, intermediates_only=True, output_dict=True,
+        )  # fmt: skip
+    assert isinstance(found, dict)
+    patches = found["image_intermediates"]
+    prefixes = found.get("image_intermediates_prefix") or [tokens[:, :0] for tokens in patches]
+    return [(prefix.float(), tokens.float()) for prefix, tokens in zip(prefixes, patches, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -76,21 +140,17 @@ def _compute(
     model = encoder.model.to(device)
     normalization = Normalization(encoder.mean, encoder.std)
     depth = len(model.blocks)
+    blocks = list(range(depth - last_blocks + 1, depth + 1))
+    dtype = torch.bfloat16 if native_bfloat16(device.type) else torch.float32
     parts: dict[str, list[Tensor]] = {}
     labels = []
     bar = tqdm(total=len(shards), unit="image", desc=f"features of {shards.root.name}")
     for batch in evaluation_batches(shards, encoder.img_size, encoder.in_chans, batch_size, num_workers):
-        with torch.inference_mode(), torch.autocast(device.type, torch.bfloat16, enabled=native_bfloat16(device.type)):
-            images = normalization.apply(batch.images.to(device))
-            blocks = model.forward_intermediates(
-                images, indices=last_blocks, norm=True, output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True
-            )
-        blocks = cast(list[tuple[Tensor, Tensor]], blocks)
-        for offset, (patches, prefix) in enumerate(blocks):
-            block = depth - last_blocks + offset + 1
+        images = normalization.apply(batch.images.to(device))
+        for block, (prefix, patches) in zip(blocks, _block_tokens(model, images, blocks, dtype), strict=True):
             if model.has_class_token:
-                parts.setdefault(f"cls/{block}", []).append(prefix[:, 0].float().cpu())
-            parts.setdefault(f"mean/{block}", []).append(patches.float().mean(dim=1).cpu())
+                parts.setdefault(f"cls/{block}", []).append(prefix[:, 0].cpu())
+            parts.setdefault(f"mean/{block}", []).append(patches.mean(dim=1).cpu())
         labels.append(batch.labels)
         bar.update(len(batch.labels))
     bar.close()
