@@ -31,9 +31,10 @@ class ProbeData:
     """What to measure, one row of the table each: run folders, encoder.safetensors files, .pth files of facebookresearch/mae,
     names of timm vision transformers."""
     train: str
-    """Folder of labelled shards to learn from, or "digits"."""
+    """Labelled images to learn from: a folder of shards, a folder of class folders, a CSV table with the columns path and label
+    (the last two are packed into shards on first use), or "digits", "digits-train", "digits-test"."""
     test: str
-    """Folder of labelled shards to measure on, or "digits"."""
+    """Labelled images to measure on, of the same classes, named in the same ways."""
     random_baseline: bool = False
     """Measure each encoder with random weights too: what the architecture gives without any training."""
     last_blocks: int = 1
@@ -64,8 +65,12 @@ class ProbedEncoder:
     num_classes: int
 
 
-def probed_encoders(config: ProbeData) -> Iterator[ProbedEncoder]:
+def probed_encoders(config: ProbeData, *, at_most_all: bool = False) -> Iterator[ProbedEncoder]:
     """Encodes both data sets with one encoder after the other.
+
+    Args:
+        config: what to encode.
+        at_most_all: take all blocks of an encoder that has fewer than `last_blocks`, rather than refuse it.
 
     Raises:
         UserError: an encoder cannot be loaded, or the labels of the two sets do not fit each other.
@@ -80,15 +85,16 @@ def probed_encoders(config: ProbeData) -> Iterator[ProbedEncoder]:
             encoder = load_encoder(source)
         except ValueError as error:
             raise UserError(str(error)) from error
-        if config.last_blocks > len(encoder.model.blocks):
-            raise UserError(f"last_blocks {config.last_blocks}: {source} has only {len(encoder.model.blocks)} blocks")
+        depth = len(encoder.model.blocks)
+        if config.last_blocks > depth and not at_most_all:
+            raise UserError(f"last_blocks {config.last_blocks}: {source} has only {depth} blocks")
         variants = [(source, encoder)]
         if config.random_baseline:
             variants.append((source + RANDOM_SUFFIX, with_random_weights(encoder, config.seed)))
         for name, variant in variants:
             features = [
                 extract_features(
-                    variant, shards, config.last_blocks, device, config.batch_size, config.num_workers,
+                    variant, shards, min(config.last_blocks, depth), device, config.batch_size, config.num_workers,
                     feature_cache() if config.cache else None,
                 )
                 for shards in (train, test)

@@ -1,15 +1,51 @@
 """Probes of a frozen encoder's features: many linear classifiers trained at once.
 
-Shapes: N samples, D width, C classes, S settings.
+Shapes: N samples, D width, C classes, S settings, b samples of a step.
 """
 
 import itertools
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from training.cli import UserError
+
+POOLINGS = {"cls": ("cls",), "mean": ("mean",), "both": ("cls", "mean")}
+"""First part of a view's name -> what stands side by side in it."""
+
+
+def probe_views(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Names what can be tried with some features: each block alone, and all blocks side by side.
+
+    Args:
+        names: of features, as `Features.views` has them: "cls/12", "mean/12", ...
+
+    Returns:
+        View -> the features that stand side by side in it: "both/12" -> ("cls/12", "mean/12"), "cls/11-12" -> ("cls/11",
+        "cls/12"), "both/11-12" -> all four. Without CLS tokens only "mean".
+
+    Source: dinov2/eval/linear.py, which tries the last block and the last four side by side, with and without the mean.
+    """
+    names = set(names)
+    blocks = sorted({int(name.split("/")[1]) for name in names})
+    spans = {str(block): [block] for block in blocks}
+    if len(blocks) > 1:
+        spans[f"{blocks[0]}-{blocks[-1]}"] = blocks
+    views = {
+        f"{pooling}/{span}": tuple(f"{part}/{block}" for block in of_span for part in parts)
+        for span, of_span in spans.items()
+        for pooling, parts in POOLINGS.items()
+    }
+    return {view: parts for view, parts in views.items() if names.issuperset(parts)}
+
+
+def combine(features: Mapping[str, Tensor], parts: Iterable[str]) -> Tensor:
+    """Puts features side by side: (N, D) each -> (N, sum of all D)."""
+    return torch.cat([features[part] for part in parts], dim=1)
 
 
 class Setting(NamedTuple):
@@ -24,8 +60,8 @@ class Setting(NamedTuple):
 class LinearGrid:
     """S linear classifiers on the same features, trained together.
 
-    Their weights stand side by side, (D, S * C), so that a step of all of them is one matrix product, and a grid costs little
-    more than one classifier. Each column has its own learning rate and weight decay; no classifier sees another.
+    Their weights stand side by side, (D, C * S), so that a step of all of them is one matrix product. Each column has its own
+    learning rate and weight decay; no classifier sees another.
     """
 
     mean: Tensor
@@ -33,65 +69,140 @@ class LinearGrid:
     std: Tensor
     """(D,), of the training features."""
     weight: Tensor
-    """(D, S, C)."""
+    """(D, C, S)."""
     bias: Tensor
-    """(S, C)."""
+    """(C, S)."""
 
     def logits(self, features: Tensor) -> Tensor:
         """(N, D) -> (S, N, C)."""
-        settings, classes = self.bias.shape
-        flat = ((features - self.mean) / self.std) @ self.weight.flatten(1)  # (N, S * C)
-        return (flat.view(-1, settings, classes) + self.bias).transpose(0, 1)
+        flat = ((features - self.mean) / self.std) @ self.weight.flatten(1)  # (N, C * S)
+        return (flat.unflatten(1, self.bias.shape) + self.bias).permute(2, 0, 1)
+
+    def select(self, setting: int) -> "LinearGrid":
+        """The classifier of one setting alone."""
+        return LinearGrid(self.mean, self.std, self.weight[:, :, [setting]], self.bias[:, [setting]])
+
+    def accuracy(self, features: Mapping[str, Tensor], parts: Iterable[str], rows: Tensor, labels: Tensor) -> Tensor:
+        """Share of some samples that each classifier gets right.
+
+        Args:
+            features: name -> (N, .).
+            parts: the names that stand side by side, D wide together.
+            rows: (n,) int64, which samples.
+            labels: (N,).
+
+        Returns:
+            (S,).
+        """
+        right = torch.zeros(self.bias.shape[1], device=labels.device)
+        for chunk in rows.split(4096):  # logits of all samples, classes and settings at once may not fit into memory
+            inputs = torch.cat([features[part].index_select(0, chunk) for part in parts], dim=1)
+            right += accuracy(self.logits(inputs), labels[chunk]) * len(chunk)
+        return right / len(rows)
 
 
-def fit_linear_grid(
-    features: Tensor, labels: Tensor, num_classes: int, settings: list[Setting], num_steps: int, batch_size: int, seed: int
-) -> LinearGrid:
-    """Trains every setting of a grid on standardised features with AdamW and a cosine schedule.
+class _GridTraining:
+    """S classifiers of one view while AdamW trains them. The last row of every tensor is the bias: one tensor, one update.
+
+    Settings are the innermost dimension: softmax over the classes then runs over whole vectors, many times faster than over
+    rows of a few classes. Everything of the weights' size is updated in place.
+    """
+
+    BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
+
+    def __init__(self, width: int, num_classes: int, settings: list[Setting], device: torch.device) -> None:
+        self.shape = (num_classes, len(settings))
+        self.weight = torch.zeros(width + 1, num_classes * len(settings), device=device)
+        self.gradient, self.first, self.second = (torch.zeros_like(self.weight) for _ in range(3))
+        self.lrs = torch.tensor([setting.lr for setting in settings], device=device).repeat(num_classes)
+        decays = torch.tensor([setting.weight_decay for setting in settings], device=device).repeat(num_classes)
+        self.decays = self.lrs * decays
+
+    def step(self, inputs: Tensor, labels: Tensor, step: int, scale: float) -> None:
+        """One step of every classifier.
+
+        Args:
+            inputs: (b, D), standardised.
+            labels: (b,).
+            step: from 1 on.
+            scale: of all learning rates.
+        """
+        logits = torch.addmm(self.weight[-1], inputs, self.weight[:-1]).unflatten(1, self.shape)  # (b, C, S)
+        # The gradient of softmax cross-entropy by hand: autograd would keep four copies of the logits.
+        error = logits.softmax(dim=1)
+        error[torch.arange(len(labels), device=labels.device), labels] -= 1.0
+        error = error.flatten(1)
+        torch.mm(inputs.T, error, out=self.gradient[:-1])
+        torch.sum(error, 0, out=self.gradient[-1])
+        self.gradient.div_(len(inputs))
+        self.first.lerp_(self.gradient, 1 - self.BETA1)
+        self.second.mul_(self.BETA2).addcmul_(self.gradient, self.gradient, value=1 - self.BETA2)
+        denominator = torch.sqrt(self.second, out=self.gradient).div_(math.sqrt(1 - self.BETA2**step)).add_(self.EPS)
+        self.weight[:-1].mul_(1 - scale * self.decays)  # decoupled; the bias takes none
+        update = torch.div(self.first, denominator, out=self.gradient)
+        self.weight.addcmul_(update, self.lrs, value=-scale / (1 - self.BETA1**step))
+
+
+def fit_linear_grids(
+    features: Mapping[str, Tensor],
+    labels: Tensor,
+    rows: Tensor,
+    num_classes: int,
+    views: Mapping[str, tuple[str, ...]],
+    settings: list[Setting],
+    num_steps: int,
+    batch_size: int,
+    seed: int,
+) -> dict[str, LinearGrid]:
+    """Trains every setting on every view in one pass, on standardised features, with AdamW and a cosine schedule.
 
     Standardising by the training set's mean and deviation is what the paper's BatchNorm without affine parameters does at test
-    time (He et al. 2022, appendix A.1).
+    time (He et al. 2022, appendix A.1). Samples are gathered and standardised once a step for all views, and views are put
+    together from them, so that nothing of the training set's size is kept beside the features.
 
     Args:
-        features: (N, D) float32.
+        features: name -> (N, .) float32.
         labels: (N,) int64 in 0 .. num_classes - 1.
+        rows: (n,) int64, which samples to train on.
         num_classes: C.
+        views: what to train on: name -> the features that stand side by side in it.
         settings: the grid, S of them.
         num_steps: steps of every classifier, at least 1.
         batch_size: samples per step.
         seed: of the order of the samples.
+
+    Returns:
+        View -> its S classifiers.
     """
-    device, width = features.device, features.shape[1]
-    std, mean = torch.std_mean(features, dim=0)
-    std = std.clamp_min(1e-6)
-    standard = (features - mean) / std
-    lrs = torch.tensor([setting.lr for setting in settings], device=device).view(1, -1, 1)
-    decays = torch.tensor([setting.weight_decay for setting in settings], device=device).view(1, -1, 1)
-    # Row D is the bias: one tensor, one update.
-    weight = torch.zeros(width + 1, len(settings), num_classes, device=device)
-    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
-    beta1, beta2 = 0.9, 0.999
+    moments = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(views.values())):
+        std, mean = torch.std_mean(features[name].index_select(0, rows), dim=0)
+        moments[name] = mean, std.clamp_min(1e-6)
+    grids = {
+        view: _GridTraining(sum(features[part].shape[1] for part in parts), num_classes, settings, labels.device)
+        for view, parts in views.items()
+    }
     generator = torch.Generator().manual_seed(seed)
     step = 0
     while step < num_steps:
-        order = torch.randperm(len(features), generator=generator).to(device)
-        for rows in order.split(batch_size)[: num_steps - step]:
+        order = torch.randperm(len(rows), generator=generator).to(rows.device)
+        for batch in rows[order].split(batch_size)[: num_steps - step]:
             step += 1
-            inputs = F.pad(standard[rows], (0, 1), value=1.0)  # (b, D + 1)
-            logits = (inputs @ weight.flatten(1)).view(len(rows), len(settings), num_classes)
-            # The gradient of softmax cross-entropy by hand: autograd would keep four copies of the logits.
-            error = logits.softmax(dim=-1)
-            error.scatter_add_(
-                2, labels[rows].view(-1, 1, 1).expand(-1, len(settings), 1), error.new_full((len(rows), len(settings), 1), -1.0)
-            )
-            gradient = (inputs.T @ error.flatten(1)).view_as(weight) / len(rows)
-            first.lerp_(gradient, 1 - beta1)
-            second.lerp_(gradient.square(), 1 - beta2)
-            scale = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (step - 1) / num_steps))).item()
-            update = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + 1e-8)
-            weight[:-1] -= scale * lrs * decays * weight[:-1]  # decoupled; the bias takes none
-            weight -= scale * lrs * update
-    return LinearGrid(mean, std, weight[:-1], weight[-1])
+            scale = 0.5 * (1 + math.cos(math.pi * (step - 1) / num_steps))
+            standard = {
+                name: features[name].index_select(0, batch).sub_(mean).div_(std) for name, (mean, std) in moments.items()
+            }
+            for view, grid in grids.items():
+                grid.step(combine(standard, views[view]), labels[batch], step, scale)
+    return {
+        view: LinearGrid(
+            torch.cat([moments[part][0] for part in views[view]]),
+            torch.cat([moments[part][1] for part in views[view]]),
+            grid.weight[:-1].unflatten(1, grid.shape),
+            grid.weight[-1].unflatten(0, grid.shape),
+        )
+        for view, grid in grids.items()
+    }
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -99,14 +210,24 @@ def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.argmax(dim=-1) == labels).float().mean(dim=-1)
 
 
-class ProbeResult(NamedTuple):
-    """The setting that won on the held-out part, and how it does on the test set."""
+class ViewResult(NamedTuple):
+    """The setting of a view that won on the held-out part, and how it does on the test set."""
 
     view: str
-    """Which feature: pooling and block."""
+    """Which features: pooling and blocks."""
     setting: Setting
     held_out_accuracy: float
+    """Of the classifier trained without the held-out part."""
     test_accuracy: float
+
+
+class ProbeResult(NamedTuple):
+    """What one choice on held-out samples gave."""
+
+    chosen: ViewResult
+    """The view and setting that won, trained anew on all training samples."""
+    views: list[ViewResult]
+    """Every view's winner, best on the held-out part first; trained without that part."""
 
 
 def split_held_out(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -128,26 +249,30 @@ def split_held_out(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Ten
 
 
 def linear_probe(
-    train: dict[str, Tensor],
+    train: Mapping[str, Tensor],
     train_labels: Tensor,
-    test: dict[str, Tensor],
+    test: Mapping[str, Tensor],
     test_labels: Tensor,
     num_classes: int,
+    views: Mapping[str, tuple[str, ...]],
     lrs: tuple[float, ...],
     weight_decays: tuple[float, ...],
     num_steps: int,
     batch_size: int,
     held_out: float,
     seed: int,
-) -> list[ProbeResult]:
-    """Trains a grid on every view; chooses by held-out samples; trains the chosen setting on all; measures on the test set.
+) -> ProbeResult:
+    """Trains a grid on every view; chooses view and setting by held-out samples; trains only the chosen one on all samples.
+
+    The test set chooses nothing.
 
     Args:
-        train: view -> (N, D) features.
+        train: name -> (N, .) features.
         train_labels: (N,).
-        test: view -> (M, D) features.
+        test: name -> (M, .) features.
         test_labels: (M,).
         num_classes: C.
+        views: what to try: name -> the features that stand side by side in it, as of `probe_views`.
         lrs: learning rates of the grid.
         weight_decays: weight decays of the grid.
         num_steps: steps of every classifier.
@@ -155,17 +280,27 @@ def linear_probe(
         held_out: share of the training set that chooses, in (0, 1).
         seed: of split and order.
 
-    Returns:
-        One result for each view, best on the held-out samples first.
+    Raises:
+        UserError: no class has a sample to spare for the choice.
     """
     settings = [Setting(lr, decay) for lr, decay in itertools.product(lrs, weight_decays)]
     fit_rows, held_rows = split_held_out(train_labels, held_out, seed)
+    if not len(held_rows):
+        raise UserError("nothing can be held out to choose the setting: expected at least two training images of some class")
+    all_rows, test_rows = torch.arange(len(train_labels)), torch.arange(len(test_labels))
+    grids = fit_linear_grids(
+        train, train_labels, fit_rows, num_classes, views, settings, num_steps, batch_size, seed
+    )  # fmt: skip
     results = []
-    for view, features in train.items():
-        grid = fit_linear_grid(features[fit_rows], train_labels[fit_rows], num_classes, settings, num_steps, batch_size, seed)
-        held_accuracy = accuracy(grid.logits(features[held_rows]), train_labels[held_rows])  # (S,)
+    for view, grid in grids.items():
+        held_accuracy = grid.accuracy(train, views[view], held_rows, train_labels)  # (S,)
         best = int(held_accuracy.argmax())
-        final = fit_linear_grid(features, train_labels, num_classes, [settings[best]], num_steps, batch_size, seed)
-        test_accuracy = accuracy(final.logits(test[view]), test_labels)[0]
-        results.append(ProbeResult(view, settings[best], held_accuracy[best].item(), test_accuracy.item()))
-    return sorted(results, key=lambda result: -result.held_out_accuracy)
+        test_accuracy = grid.select(best).accuracy(test, views[view], test_rows, test_labels)[0]
+        results.append(ViewResult(view, settings[best], held_accuracy[best].item(), test_accuracy.item()))
+    results.sort(key=lambda result: -result.held_out_accuracy)
+    view, setting = results[0].view, results[0].setting
+    (final,) = fit_linear_grids(
+        train, train_labels, all_rows, num_classes, {view: views[view]}, [setting], num_steps, batch_size, seed
+    ).values()
+    test_accuracy = final.accuracy(test, views[view], test_rows, test_labels)[0].item()
+    return ProbeResult(results[0]._replace(test_accuracy=test_accuracy), results)

@@ -1,22 +1,31 @@
-"""Linear classifiers on a frozen encoder: a whole grid of settings at once, chosen on held-out training samples.
+"""Linear classifiers on a frozen encoder: a grid of views and settings in one pass, chosen on held-out training samples.
 
 python scripts/linear_probe.py --encoders runs/cifar10 --train shards/train --test shards/test
 """
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from finetune.compare import ProbeData, print_table, probed_encoders, write_json
-from finetune.probe import accuracy, linear_probe
+from finetune.compare import ProbeData, ProbedEncoder, print_table, probed_encoders, write_json
+from finetune.probe import ProbeResult, ViewResult, accuracy, combine, linear_probe, probe_views
 from training.cli import parse_args, user_errors
 
 
 @dataclass(frozen=True)
 class LinearProbeConfig(ProbeData):
-    """Trains linear classifiers on features that are computed once, and reports their accuracy on the test set."""
+    """Trains linear classifiers on features that are computed once, and reports their accuracy on the test set.
 
+    The views are the CLS token, the mean of the patch tokens, and both side by side: of each of the last blocks alone
+    ("cls/12"), and of all of them side by side ("both/9-12").
+    """
+
+    last_blocks: int = 4
+    """So many last blocks are tried, each alone and all side by side, at least 1; of an encoder with fewer, all of them."""
     lrs: tuple[float, ...] = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
     """Learning rates of the grid, above 0."""
     weight_decays: tuple[float, ...] = (0.0, 1e-2, 1e-1, 1.0)
@@ -30,7 +39,7 @@ class LinearProbeConfig(ProbeData):
     seeds: int = 3
     """Repetitions with other splits and orders: the table gives mean and spread; at least 1."""
     logistic_regression: bool = False
-    """Check the best view with scikit-learn's logistic regression too (slower)."""
+    """Check the view that the first seed chose with scikit-learn's logistic regression too (slower)."""
     output: str = "linear_probe.json"
     """Where to write all results."""
 
@@ -47,61 +56,88 @@ def main() -> None:
     config = parse_args(LinearProbeConfig, prog="scripts/linear_probe.py")
     rows, record = [], []
     with user_errors():
-        for encoder in probed_encoders(config):
+        for encoder in probed_encoders(config, at_most_all=True):
+            views = probe_views(encoder.train.views)
             runs = [
                 linear_probe(
                     encoder.train.views, encoder.train.labels, encoder.test.views, encoder.test.labels, encoder.num_classes,
-                    config.lrs, config.weight_decays, config.num_steps, config.probe_batch_size, config.held_out, seed,
+                    views, config.lrs, config.weight_decays, config.num_steps, config.probe_batch_size, config.held_out, seed,
                 )
                 for seed in range(config.seeds)
             ]  # fmt: skip
-            for view in encoder.train.views:
-                of_view = [next(result for result in run if result.view == view) for run in runs]
-                scores = torch.tensor([result.test_accuracy for result in of_view])
-                spread = scores.std().item() if len(scores) > 1 else 0.0
-                setting = of_view[0].setting
-                rows.append(
-                    {
-                        "encoder": encoder.name,
-                        "view": view,
-                        "test accuracy": f"{scores.mean():.2%} +- {spread:.2%}",
-                        "lr": f"{setting.lr:g}",
-                        "weight decay": f"{setting.weight_decay:g}",
-                    }
-                )
-                record.append(
-                    {"encoder": encoder.name, "view": view, "test_accuracy": scores.tolist(), "setting": setting._asdict()}
-                )
+            rows.extend(table_rows(encoder.name, runs, list(views)))
+            record.append({"encoder": encoder.name, "seeds": [as_json(seed, run) for seed, run in enumerate(runs)]})
             if config.logistic_regression:
-                view = runs[0][0].view
-                score = logistic_regression_accuracy(
-                    encoder.train.views[view], encoder.train.labels, encoder.test.views[view], encoder.test.labels
-                )
-                rows.append(
-                    {
-                        "encoder": encoder.name,
-                        "view": f"{view} (logistic regression)",
-                        "test accuracy": f"{score:.2%}",
-                        "lr": "",
-                        "weight decay": "",
-                    }
-                )
-                record.append({"encoder": encoder.name, "view": view, "logistic_regression": score})
+                view = runs[0].chosen.view
+                score = logistic_regression_accuracy(encoder, views[view])
+                rows.append(dict.fromkeys(rows[0], "") | {
+                    "encoder": encoder.name, "view": f"{view} (logistic regression)", "test accuracy": f"{score:.2%}",
+                })  # fmt: skip
+                record[-1]["logistic_regression"] = {"view": view, "test_accuracy": score}
         print_table(rows)
+        print(f"chosen: on {config.held_out:.0%} of the training images, then trained on all; the other rows without these")
         write_json(config.output, {"config": dataclasses.asdict(config), "results": record})
 
 
-def logistic_regression_accuracy(
-    train: torch.Tensor, train_labels: torch.Tensor, test: torch.Tensor, test_labels: torch.Tensor
-) -> float:
-    """An independent check: scikit-learn's L-BFGS on standardised features, with its default regularisation."""
+def table_rows(encoder: str, runs: list[ProbeResult], views: list[str]) -> list[dict[str, str]]:
+    """The rows of one encoder: what every seed chose, then the winner of every view.
+
+    Args:
+        encoder: its name.
+        runs: one result for each seed.
+        views: in the order of their rows.
+    """
+    chosen = [run.chosen for run in runs]
+    by_view = {view: [next(result for result in run.views if result.view == view) for run in runs] for view in views}
+    return [
+        _row(encoder, f"chosen: {_counted(result.view for result in chosen)}", chosen),
+        *(_row(encoder, view, results) for view, results in by_view.items()),
+    ]
+
+
+def _row(encoder: str, view: str, results: list[ViewResult]) -> dict[str, str]:
+    return {
+        "encoder": encoder,
+        "view": view,
+        "test accuracy": _mean_and_spread([result.test_accuracy for result in results]),
+        "held-out accuracy": _mean_and_spread([result.held_out_accuracy for result in results]),
+        "lr": _counted(f"{result.setting.lr:g}" for result in results),
+        "weight decay": _counted(f"{result.setting.weight_decay:g}" for result in results),
+    }
+
+
+def _mean_and_spread(scores: list[float]) -> str:
+    spread = torch.tensor(scores).std().item() if len(scores) > 1 else 0.0
+    return f"{sum(scores) / len(scores):.2%} +- {spread:.2%}"
+
+
+def _counted(choices: Iterable[str]) -> str:
+    """What all seeds chose, or how many chose what: "both/9-12 (2), cls/12 (1)"."""
+    counts = Counter(choices).most_common()
+    return counts[0][0] if len(counts) == 1 else ", ".join(f"{choice} ({count})" for choice, count in counts)
+
+
+def as_json(seed: int, run: ProbeResult) -> dict[str, Any]:
+    """Everything that one seed gave."""
+    chosen, *views = [result._asdict() | {"setting": result.setting._asdict()} for result in (run.chosen, *run.views)]
+    return {"seed": seed, "chosen": chosen, "views": views}
+
+
+def logistic_regression_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...]) -> float:
+    """An independent check: scikit-learn's L-BFGS on standardised features, with its default regularisation.
+
+    Args:
+        encoder: whose features.
+        parts: the features that stand side by side.
+    """
     from sklearn.linear_model import LogisticRegression
 
+    train, test = combine(encoder.train.views, parts), combine(encoder.test.views, parts)
     std, mean = torch.std_mean(train, dim=0)
     std = std.clamp_min(1e-6)
-    model = LogisticRegression(max_iter=1000).fit(((train - mean) / std).numpy(), train_labels.numpy())
+    model = LogisticRegression(max_iter=1000).fit(((train - mean) / std).numpy(), encoder.train.labels.numpy())
     logits = torch.from_numpy(model.predict_log_proba(((test - mean) / std).numpy()))
-    return accuracy(logits, torch.searchsorted(torch.from_numpy(model.classes_), test_labels)).item()
+    return accuracy(logits, torch.searchsorted(torch.from_numpy(model.classes_), encoder.test.labels)).item()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 
 from data.shards import ShardSet
 from data.transforms import Normalization
+from finetune.probe import ProbeResult, Setting, ViewResult
 from models.mae import MAEConfig, build_mae
 from pretrain.report import export_encoder
 from scripts import knn_probe, linear_probe
@@ -44,13 +45,40 @@ def test_linear_probe_prints_a_table_and_writes_its_results(
     linear_probe.main()
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:3] == ["encoder", "view", "test"]
-    assert sum("(random weights)" in line for line in table) == 3  # CLS, mean, logistic regression
-    results = json.loads((tmp_path / "out.json").read_text())["results"]
-    linear = {result["view"]: result["test_accuracy"] for result in results[:2]}
-    assert linear.keys() == {"cls/2", "mean/2"}
-    # 53 random pictures that are in the training set too: 32 numbers are enough to know nearly all by heart.
-    assert min(linear["mean/2"]) > 0.8
-    assert len(linear["mean/2"]) == 2
+    trained, random = json.loads((tmp_path / "out.json").read_text())["results"]
+    views = [f"{pooling}/{span}" for span in ("1", "2", "1-2") for pooling in ("cls", "mean", "both")]
+    # The encoder has two blocks, less than the four that are tried where there are as many.
+    rows = [line.removeprefix(trained["encoder"]).split() for line in table[1:]]
+    assert rows[0][0] == "chosen:"
+    assert [row[0] for row in rows[1:10]] == views
+    assert rows[10][:3] == [trained["seeds"][0]["chosen"]["view"], "(logistic", "regression)"]
+    assert sum("(random weights)" in line for line in table) == 11
+    assert random["encoder"].endswith("(random weights)")
+    for number, seed in enumerate(trained["seeds"]):
+        assert seed["seed"] == number
+        assert {result["view"] for result in seed["views"]} == set(views)
+        best = max(result["held_out_accuracy"] for result in seed["views"])
+        assert seed["chosen"]["held_out_accuracy"] == best
+        # 53 random pictures that are in the training set too: 32 numbers are enough to know nearly all by heart.
+        assert seed["chosen"]["test_accuracy"] > 0.8
+    mean = sum(seed["chosen"]["test_accuracy"] for seed in trained["seeds"]) / 2
+    assert f"{mean:.2%} +-" in table[1]
+
+
+def test_a_row_says_what_the_seeds_chose() -> None:
+    def result(view: str, lr: float, test_accuracy: float) -> ViewResult:
+        return ViewResult(view, Setting(lr, 0.0), 0.5, test_accuracy)
+
+    runs = [
+        ProbeResult(result(view, lr, test), [result("cls/2", 1.0, 0.1), result("mean/2", 1.0, 0.2)])
+        for view, lr, test in (("cls/2", 0.1, 0.6), ("mean/2", 0.1, 0.7), ("mean/2", 0.3, 0.8))
+    ]
+    chosen, _, mean = linear_probe.table_rows("e", runs, ["cls/2", "mean/2"])
+    assert chosen == {
+        "encoder": "e", "view": "chosen: mean/2 (2), cls/2 (1)", "test accuracy": "70.00% +- 10.00%",
+        "held-out accuracy": "50.00% +- 0.00%", "lr": "0.1 (2), 0.3 (1)", "weight decay": "0",
+    }  # fmt: skip
+    assert (mean["view"], mean["test accuracy"], mean["lr"]) == ("mean/2", "20.00% +- 0.00%", "1")
 
 
 def test_knn_probe_finds_each_picture_in_the_training_set(

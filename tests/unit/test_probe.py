@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import cast
 
@@ -11,12 +12,13 @@ from data.evaluation import evaluation_batches
 from data.shards import ShardSet
 from data.transforms import Normalization
 from finetune.compare import with_random_weights
-from finetune.probe import Setting, accuracy, fit_linear_grid, linear_probe, split_held_out
+from finetune.probe import Setting, accuracy, combine, fit_linear_grids, linear_probe, probe_views, split_held_out
 from models.attention import Attention
 from models.formats import PretrainedEncoder, load_encoder
 from models.mae import MAEConfig, build_mae
 from models.position import PositionKind
 from pretrain.report import export_encoder
+from training.cli import UserError
 from training.features import extract_features
 from training.knn import knn_accuracy
 
@@ -31,12 +33,17 @@ def clouds(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def test_every_classifier_of_a_grid_is_the_one_that_torch_trains_alone() -> None:
-    features, labels = clouds(60)
+    points, all_labels = clouds(70)
+    parts = {"cls/1": points[:, :3], "mean/1": points[:, 3:]}
     settings = [Setting(1e-2, 0.0), Setting(1e-1, 0.3), Setting(1.0, 0.1)]
-    grid = fit_linear_grid(features, labels, 3, settings, num_steps=7, batch_size=32, seed=5)
-    std, mean = torch.std_mean(features, dim=0)
-    for number, setting in enumerate(settings):
-        layer = nn.Linear(8, 3)
+    rows = torch.arange(69, 9, -1)  # the first ten are for others
+    grids = fit_linear_grids(
+        parts, all_labels, rows, 3, {"both/1": ("cls/1", "mean/1"), "cls/1": ("cls/1",)}, settings, 7, 32, seed=5
+    )
+    for (view, width), (number, setting) in itertools.product({"both/1": 8, "cls/1": 3}.items(), enumerate(settings)):
+        features, labels = points[rows, :width], all_labels[rows]
+        std, mean = torch.std_mean(features, dim=0)
+        layer = nn.Linear(features.shape[1], 3)
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
         groups = [
@@ -48,27 +55,90 @@ def test_every_classifier_of_a_grid_is_the_one_that_torch_trains_alone() -> None
         generator, batches = torch.Generator().manual_seed(5), []
         while len(batches) < 7:
             batches.extend(torch.randperm(60, generator=generator).split(32))
-        for rows in batches[:7]:
-            F.cross_entropy(layer((features[rows] - mean) / std), labels[rows]).backward()
+        for batch in batches[:7]:
+            F.cross_entropy(layer((features[batch] - mean) / std), labels[batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
         alone = layer((features - mean) / std)
-        torch.testing.assert_close(grid.logits(features)[number], alone, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(grids[view].logits(features)[number], alone, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(grids[view].select(number).logits(features)[0], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_classifiers_are_measured_in_pieces_as_at_once() -> None:
+    points, labels = clouds(9000)
+    views = {"both/1": ("mean/1", "cls/1")}
+    features = {"mean/1": points[:, 3:], "cls/1": points[:, :3]}
+    rows = torch.arange(0, 9000, 2)  # more than one piece of 4096
+    grid = fit_linear_grids(features, labels, rows, 3, views, [Setting(1e-3, 0.0), Setting(0.1, 0.0)], 3, 512, 0)["both/1"]
+    together = torch.cat([points[rows, 3:], points[rows, :3]], dim=1)
+    assert torch.equal(combine({name: part[rows] for name, part in features.items()}, views["both/1"]), together)
+    expected = accuracy(grid.logits(together), labels[rows])
+    assert len(set(expected.tolist())) == 2
+    torch.testing.assert_close(grid.accuracy(features, views["both/1"], rows, labels), expected)
+
+
+def test_views_are_each_block_alone_and_all_side_by_side() -> None:
+    views = probe_views(["mean/9", "cls/9", "cls/10", "mean/10"])
+    assert views == {
+        "cls/9": ("cls/9",), "mean/9": ("mean/9",), "both/9": ("cls/9", "mean/9"),
+        "cls/10": ("cls/10",), "mean/10": ("mean/10",), "both/10": ("cls/10", "mean/10"),
+        "cls/9-10": ("cls/9", "cls/10"), "mean/9-10": ("mean/9", "mean/10"),
+        "both/9-10": ("cls/9", "mean/9", "cls/10", "mean/10"),
+    }  # fmt: skip
+    assert list(probe_views(["mean/12"])) == ["mean/12"]  # an encoder without CLS token
+    assert list(probe_views(["mean/12", "cls/12"])) == ["cls/12", "mean/12", "both/12"]
 
 
 def test_probe_chooses_on_held_out_samples_and_measures_on_the_test_set() -> None:
+    """The view that is good on the training set is noise on the test set, and the other way round."""
     train, labels = clouds(300)
     test, test_labels = clouds(300, seed=1)
     noise = torch.randn(300, 8, generator=torch.Generator().manual_seed(2))
-    results = linear_probe(
-        {"noise": noise, "good": train}, labels, {"noise": noise, "good": test}, test_labels, 3,
+    result = linear_probe(
+        {"cls/1": noise, "mean/1": train}, labels, {"cls/1": test, "mean/1": noise}, test_labels, 3,
+        {"cls/1": ("cls/1",), "mean/1": ("mean/1",)},
         lrs=(1e-6, 1e-1), weight_decays=(0.0,), num_steps=60, batch_size=64, held_out=0.2, seed=0,
     )  # fmt: skip
-    assert [result.view for result in results] == ["good", "noise"]
-    assert results[0].setting.lr == 1e-1
-    assert results[0].test_accuracy > 0.8
-    assert results[1].test_accuracy < 0.6
+    assert [view.view for view in result.views] == ["mean/1", "cls/1"]
+    assert (result.chosen.view, result.chosen.setting.lr) == ("mean/1", 1e-1)
+    assert result.chosen.held_out_accuracy == result.views[0].held_out_accuracy > 0.8
+    assert result.chosen.test_accuracy < 0.6
+
+
+def test_one_view_gives_what_it_gave_when_there_were_no_others() -> None:
+    """The numbers are those of the first version of the probe, which kept weights and updates in another order."""
+    train, labels = clouds(300)
+    test, test_labels = clouds(300, seed=1)
+    result = linear_probe(
+        {"v/1": train}, labels, {"v/1": test}, test_labels, 3, {"v/1": ("v/1",)},
+        lrs=(1e-4, 1e-2, 1e-1), weight_decays=(0.0, 0.1), num_steps=30, batch_size=64, held_out=0.2, seed=1,
+    )  # fmt: skip
+    assert result.chosen.setting == Setting(0.1, 0.0)
+    assert result.chosen.held_out_accuracy == pytest.approx(0.85)
+    assert result.chosen.test_accuracy == pytest.approx(0.9)
+
+
+def test_training_images_that_cannot_spare_one_are_refused() -> None:
+    features, labels = clouds(3)
+    with pytest.raises(UserError, match="at least two training images of some class"):
+        linear_probe({"v": features}, labels, {"v": features}, labels, 3, {"v": ("v",)}, (0.1,), (0.0,), 1, 3, 0.1, 0)
+
+
+def test_only_the_chosen_classifier_is_trained_on_held_out_samples_too() -> None:
+    """The test set is the held-out part, with labels that cannot be guessed."""
+    generator = torch.Generator().manual_seed(0)
+    features = {"cls/1": torch.randn(90, 80, generator=generator)}
+    labels = torch.arange(90) % 3
+    held = split_held_out(labels, 0.3, seed=4)[1]
+    of_held = {"cls/1": features["cls/1"][held]}
+    result = linear_probe(
+        features, labels, of_held, labels[held], 3, probe_views(features),
+        lrs=(1e-1,), weight_decays=(0.0,), num_steps=50, batch_size=90, held_out=0.3, seed=4,
+    )  # fmt: skip
+    assert result.views[0].test_accuracy == pytest.approx(result.views[0].held_out_accuracy)
+    assert result.views[0].test_accuracy < 0.7
+    assert result.chosen.test_accuracy == 1.0
 
 
 def test_held_out_part_has_the_same_share_of_every_class() -> None:
