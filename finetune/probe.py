@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from training.cli import UserError
 
@@ -129,7 +130,9 @@ class _GridTraining:
         """
         logits = torch.addmm(self.weight[-1], inputs, self.weight[:-1]).unflatten(1, self.shape)  # (b, C, S)
         # The gradient of softmax cross-entropy by hand: autograd would keep four copies of the logits.
-        error = logits.softmax(dim=1)
+        # Probabilities too small for normal float32 would make the products below several times slower; AdamW's epsilon hides
+        # all below 1e-20.
+        error = F.threshold_(logits.softmax(dim=1), 1e-20, 0.0)
         error[torch.arange(len(labels), device=labels.device), labels] -= 1.0
         error = error.flatten(1)
         torch.mm(inputs.T, error, out=self.gradient[:-1])

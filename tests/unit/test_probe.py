@@ -65,6 +65,22 @@ def test_every_classifier_of_a_grid_is_the_one_that_torch_trains_alone() -> None
         torch.testing.assert_close(grids[view].select(number).logits(features)[0], alone, atol=1e-4, rtol=1e-4)
 
 
+def test_products_see_no_numbers_that_processors_are_slow_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classifiers that are very sure have probabilities below the smallest normal float32, 1.2e-38."""
+    smallest = []
+
+    def mm(inputs: Tensor, error: Tensor, out: Tensor) -> Tensor:
+        smallest.append(error[error != 0].abs().min().item())
+        return torch.matmul(inputs, error, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    points, labels = clouds(60)
+    grid = fit_linear_grids({"v": points}, labels, torch.arange(60), 3, {"v": ("v",)}, [Setting(9.0, 0.0)], 20, 32, 0)["v"]
+    assert grid.logits(points).softmax(dim=-1).min() < 1e-30
+    assert len(smallest) == 20
+    assert min(smallest) >= 1e-20
+
+
 def test_classifiers_are_measured_in_pieces_as_at_once() -> None:
     points, labels = clouds(9000)
     views = {"both/1": ("mean/1", "cls/1")}
