@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from data.augment import RandAugment
 from data.loader import Batch, BatchLoader
 from data.stream import BatchPlan, SubsetOrder, mix64
 from data.transforms import Normalization
+from finetune.augment import RandAugment
 from finetune.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, FinetuneConfig
 from finetune.distill import Teacher, distillation_loss, load_teacher
 from finetune.evaluate import EvaluationSet, Scores, draw_confusion, evaluate

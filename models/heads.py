@@ -194,10 +194,10 @@ def build_classifier(
         name, **arguments, drop_path_rate=config.drop_path_rate, attn_layer=type(encoder.model.blocks[0].attn)
     )
     assert isinstance(vit, VisionTransformer)
+    set_norm_eps(vit, encoder.norm_eps)
     if from_scratch:
         init_vit(vit, "sincos_2d" if vit.embed_dim % 4 == 0 else "learned")
     else:
-        set_norm_eps(vit, encoder.norm_eps)
         _take_weights(vit, encoder.model)
     for head in [vit.head, *([vit.head_dist] if isinstance(vit, VisionTransformerDistilled) else [])]:
         assert isinstance(head, nn.Linear)

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from data.loader import DataConfig
-from data.stream import num_steps_for_epochs
 from models.mae import MAEConfig
-from training.cli import UserError
 from training.knn import ProbeConfig
 from training.optim import OptimConfig
 from training.run import RunConfig
@@ -40,9 +38,6 @@ MAY_CHANGE_ON_RESUME = (
     "probe.k",
 )
 """Settings that may differ when a run is continued: none changes what is learnt."""
-
-DEFAULT_WARMUP = 1 / 20
-"""Share of a run that is warm-up where nothing is said: the paper's 40 of 800 epochs."""
 
 CHANGES_THE_RUN = ("optim.base_lr", "optim.clip_grad_norm", "run.dtype")
 """Settings that may be changed too, to save a run that has become unstable; it then says so."""
@@ -89,31 +84,3 @@ def with_default_data(argv: Sequence[str]) -> list[str]:
     if named & {"__config", "__data.train"}:
         return list(argv)
     return ["--config", str(DIGITS_CONFIG), *argv]
-
-
-@dataclass(frozen=True)
-class Horizon:
-    """How long a run is, in optimizer steps."""
-
-    num_steps: int
-    warmup_steps: float
-    """May be a fraction of a step: the schedule is continuous."""
-
-
-def plan_horizon(config: PretrainConfig, num_samples: int, global_batch_size: int) -> Horizon:
-    """Counts the steps of a run and of its warm-up.
-
-    Raises:
-        UserError: the warm-up is not shorter than the run.
-    """
-    num_steps = config.num_steps or num_steps_for_epochs(config.epochs, num_samples, global_batch_size)
-    if config.optim.warmup_epochs is None:
-        return Horizon(num_steps, DEFAULT_WARMUP * num_steps)
-    warmup_steps = config.optim.warmup_epochs * num_samples / global_batch_size
-    if warmup_steps >= num_steps:
-        run_epochs = num_steps * global_batch_size / num_samples
-        raise UserError(
-            f"the warm-up ({config.optim.warmup_epochs:g} epochs, {warmup_steps:.0f} steps) is not shorter than the run "
-            f"({run_epochs:.3g} epochs, {num_steps} steps): lower --optim.warmup_epochs or train longer"
-        )
-    return Horizon(num_steps, warmup_steps)

@@ -21,17 +21,18 @@ from data.stream import BatchPlan, SampleOrder
 from data.transforms import Normalization
 from models.mae import MaskedAutoencoder, build_mae
 from models.masking import seeded_noise
-from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, Horizon, PretrainConfig, plan_horizon
+from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, PretrainConfig
 from pretrain.pictures import reconstruction_sheet, reconstruction_triples, sheet_note
 from pretrain.report import describe_run, export_encoder, next_commands
-from training.checkpoint import checkpoint_path, newest_checkpoint, replacing, restore, save_checkpoint
-from training.cli import UserError, flat_config
+from training.checkpoint import checkpoint_path, replacing, save_checkpoint
+from training.cli import UserError
 from training.knn import OnlineProbe, is_due
 from training.log import RunLog
 from training.meters import Meters, WaitClock
 from training.optim import build_adamw, parameter_groups, set_lr
+from training.resume import compute_dtype, identity, resume
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_run_folder, save_config
-from training.schedule import scale_lr, warmup_cosine
+from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
 
 NUM_PREVIEW_IMAGES = 8
 
@@ -83,7 +84,7 @@ def set_up(config: PretrainConfig) -> Pretraining:
         accelerator.num_processes,
         accelerator.process_index,
     )
-    horizon = plan_horizon(config, len(shards), plan.global_batch_size)
+    horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(shards), plan.global_batch_size)
     preview = preview_images(shards, config.model.img_size, config.model.in_chans, NUM_PREVIEW_IMAGES, config.data.max_pixels)
     probe = None
     if config.probe.train:
@@ -96,7 +97,9 @@ def set_up(config: PretrainConfig) -> Pretraining:
     optimizer = build_adamw(parameter_groups(model, config.optim.weight_decay), config.optim)
     start_step = 0
     if config.resume == "auto":
-        start_step = resume(folder / "checkpoints", identity(config, shards, plan, accelerator), model, optimizer, accelerator)
+        now = identity(config, shards.manifest.hash, plan.global_batch_size, accelerator)
+        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, model, optimizer, accelerator)
+        start_step = 0 if checkpoint is None else checkpoint.step
     if config.run.compile:
         model.compile()  # in place: parameter names stay as they are
     wrapped, optimizer = accelerator.prepare(model, optimizer)
@@ -116,65 +119,6 @@ def open_training_shards(train: str) -> ShardSet:
     if not train:
         raise UserError('no data given: --data.train FOLDER (of images or of shards), a CSV table of images, or "digits"')
     return open_dataset(train)
-
-
-def identity(config: PretrainConfig, shards: ShardSet, plan: BatchPlan, accelerator: Accelerator) -> dict[str, object]:
-    """What a checkpoint records of its run: the config, and what a config does not say."""
-    return flat_config(config) | {
-        "manifest_hash": shards.manifest.hash,
-        "global_batch_size": plan.global_batch_size,
-        "dtype": compute_dtype(accelerator),
-    }
-
-
-def compute_dtype(accelerator: Accelerator) -> str:
-    """Type of the matrix products of a run."""
-    return "bfloat16" if accelerator.mixed_precision == "bf16" else "float32"
-
-
-def resume(
-    folder: Path, now: dict[str, object], model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator
-) -> int:
-    """Restores the newest valid checkpoint of a run; damaged ones after it are set aside under another name.
-
-    Args:
-        folder: of the checkpoints.
-        now: identity of the run as it is started now.
-        model: without any wrapper.
-        optimizer: over the model's parameters.
-        accelerator: of the run.
-
-    Returns:
-        The number of steps done; 0 where there is no checkpoint.
-
-    Raises:
-        UserError: the data or the global batch size is another than in the checkpoint.
-    """
-    checkpoint, complaints = newest_checkpoint(folder)
-    accelerator.wait_for_everyone()  # all have looked, before the first process renames anything
-    for path, complaint in complaints.items():
-        if accelerator.is_main_process:
-            path.rename(path.with_suffix(".damaged"))
-            tqdm.write(f"warning: {complaint}; set aside as {path.stem}.damaged, an earlier checkpoint is used")
-    if checkpoint is None:
-        return 0
-    was = checkpoint.config
-    changed = [f"{key} {was.get(key)} -> {now[key]}" for key in (*CHANGES_THE_RUN, "dtype") if was.get(key) != now[key]]
-    if changed and accelerator.is_main_process:
-        tqdm.write(f"warning: the run goes on, but not as an uninterrupted one would: {', '.join(changed)}")
-    if was["manifest_hash"] != now["manifest_hash"]:
-        raise UserError(
-            f"{checkpoint.path}: was trained on other data ({was['data.train']}) than {now['data.train']} holds now; "
-            "continue on the same shards, or start a new run with another --output_dir"
-        )
-    if was["global_batch_size"] != now["global_batch_size"]:
-        raise UserError(
-            f"{checkpoint.path}: was trained with a global batch of {was['global_batch_size']}, now it would be "
-            f"{now['global_batch_size']}: change --data.batch_size_per_process or --optim.accum_steps so that "
-            "batch_size_per_process x processes x accum_steps stays the same"
-        )
-    restore(checkpoint, model, optimizer)
-    return checkpoint.step
 
 
 def train(run: Pretraining) -> int:
@@ -314,7 +258,7 @@ def preview_sheet(run: Pretraining, step: int) -> Image.Image:
 def save(run: Pretraining, step: int) -> None:
     """Writes a checkpoint on the first process."""
     if run.accelerator.is_main_process:
-        config = identity(run.config, run.shards, run.plan, run.accelerator)
+        config = identity(run.config, run.shards.manifest.hash, run.plan.global_batch_size, run.accelerator)
         save_checkpoint(run.folder / "checkpoints", step, config, run.model, run.optimizer, run.config.run.keep_checkpoints)
 
 

@@ -13,9 +13,9 @@ from data.shards import ShardSet
 from data.transforms import Normalization
 from models.formats import encoder_state, timm_model
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
-from pretrain.config import Horizon, PretrainConfig
+from pretrain.config import PretrainConfig
 from training.checkpoint import replacing
-from training.schedule import scale_lr
+from training.schedule import Horizon, scale_lr
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from models.attention import Attention
@@ -31,12 +33,11 @@ def golden() -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def encoder() -> PretrainedEncoder:
     """The encoder whose weights the golden classifier is built on."""
-    import timm
-
     arguments = {
         "img_size": [32, 32], "patch_size": 8, "in_chans": 3, "embed_dim": 32, "depth": 2, "num_heads": 4, "num_classes": 0,
     }  # fmt: skip
     model = timm.create_model("vit_base_patch16_224", **arguments, attn_layer=Attention)
+    assert isinstance(model, VisionTransformer)
     prefix = "weights/"
     weights = {
         k.removeprefix(prefix): torch.tensor(v) for k, v in read("mae_forward_backward.npz").items() if k.startswith(prefix)

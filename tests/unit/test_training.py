@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
-from pretrain.config import MAY_CHANGE_ON_RESUME, Horizon, PretrainConfig, plan_horizon
+from pretrain.config import MAY_CHANGE_ON_RESUME, PretrainConfig
 from training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint, replacing, restore, save_checkpoint
 from training.cli import UserError, parse_args
 from training.log import MetricsFile
@@ -22,7 +22,7 @@ from training.machine import available_cores, cores_per_process, memory_mib, nat
 from training.meters import Meters, WaitClock
 from training.optim import OptimConfig, build_adamw, parameter_groups, set_lr
 from training.run import StopRequest, changed_settings, check_run_folder, lock_run_folder, save_config
-from training.schedule import scale_lr, warmup_cosine
+from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
 
 
 def test_schedule_starts_at_zero_peaks_after_warmup_and_ends_at_the_minimum() -> None:
@@ -34,14 +34,14 @@ def test_schedule_starts_at_zero_peaks_after_warmup_and_ends_at_the_minimum() ->
 
 
 def test_horizon_counts_steps_and_refuses_a_warmup_longer_than_the_run() -> None:
-    config = PretrainConfig(epochs=2, optim=OptimConfig(warmup_epochs=0.5))
-    assert plan_horizon(config, num_samples=1000, global_batch_size=100) == Horizon(20, 5.0)
-    longer = PretrainConfig(num_steps=7, optim=OptimConfig(warmup_epochs=0.5))
-    assert plan_horizon(longer, num_samples=1000, global_batch_size=100).num_steps == 7
-    unsaid = PretrainConfig(epochs=2)
-    assert plan_horizon(unsaid, num_samples=1000, global_batch_size=100) == Horizon(20, 1.0)
+    def plan(epochs: float, num_steps: int | None, warmup_epochs: float | None) -> Horizon:
+        return plan_horizon(epochs, num_steps, warmup_epochs, num_samples=1000, global_batch_size=100)
+
+    assert plan(2, None, 0.5) == Horizon(20, 5.0)
+    assert plan(800, 7, 0.5).num_steps == 7
+    assert plan(2, None, None) == Horizon(20, 1.0)
     with pytest.raises(UserError, match=r"warm-up .* 5 steps.* is not shorter than the run .* 5 steps"):
-        plan_horizon(PretrainConfig(num_steps=5, optim=OptimConfig(warmup_epochs=0.5)), 1000, 100)
+        plan(800, 5, 0.5)
 
 
 def test_groups_follow_the_model_and_leave_fixed_tables_out(tiny_mae: MaskedAutoencoder) -> None:
