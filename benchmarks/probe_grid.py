@@ -64,9 +64,8 @@ def main() -> None:
     print(f"{machine()}; {len(labels):,} samples, {values.shape[1]} wide, {num_classes} classes")
     for name, times in seconds.items():
         print(f"{name:>5}: {statistics.median(times) / args.steps * 1000:7.3f} ms a step")
-    print(
-        f"a grid of {len(grid)}, {args.steps} steps of {args.batch}, costs {median_ratio(seconds, 'grid', 'one'):.2f} x one setting"
-    )
+    ratio = median_ratio(seconds, "grid", "one")
+    print(f"a grid of {len(grid)} costs {ratio:.2f} x one setting: {args.steps} steps of {args.batch} samples")
 
 
 if __name__ == "__main__":

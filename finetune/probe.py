@@ -132,7 +132,7 @@ class _GridTraining:
         # The gradient of softmax cross-entropy by hand: autograd would keep four copies of the logits.
         # Probabilities too small for normal float32 would make the products below several times slower; AdamW's epsilon hides
         # all below 1e-20.
-        error = F.threshold_(logits.softmax(dim=1), 1e-20, 0.0)
+        error = F.threshold(logits.softmax(dim=1), 1e-20, 0.0, inplace=True)
         error[torch.arange(len(labels), device=labels.device), labels] -= 1.0
         error = error.flatten(1)
         torch.mm(inputs.T, error, out=self.gradient[:-1])
@@ -307,3 +307,41 @@ def linear_probe(
     ).values()
     test_accuracy = final.accuracy(test, views[view], test_rows, test_labels)[0].item()
     return ProbeResult(results[0]._replace(test_accuracy=test_accuracy), results)
+
+
+class FewShotResult(NamedTuple):
+    """Shares of the test set that two classifiers get right, having seen the same few labelled samples."""
+
+    logistic_regression: float
+    nearest_mean: float
+
+
+def few_shot_accuracy(
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, strength: float = 100.0
+) -> FewShotResult:
+    """Classifies by a few labelled samples, which are all that the classifiers know.
+
+    Logistic regression on standardised features that are divided by sqrt(D), so that a sample's squared length is about 1
+    whatever the width; `strength` is scikit-learn's C, the same for any number of samples, so that none has to be held out to
+    choose it. Of 0.1, 1, 10, 100 and 1,000 it was 100 that did best, or within about a point of it, for 1 to 100 digits per
+    class and MAE encoders. The nearest class mean is taken on centred features of length 1 (Wang et al. 2019, "SimpleShot").
+
+    Args:
+        train: (N, D) float32, all labelled samples.
+        train_labels: (N,), of at least two classes.
+        test: (M, D).
+        test_labels: (M,).
+        strength: inverse strength of the L2 penalty, above 0.
+    """
+    from sklearn.linear_model import LogisticRegression  # slow to import
+
+    std, mean = torch.std_mean(train, dim=0)
+    scale = std.clamp_min(1e-6) * math.sqrt(train.shape[1])
+    regression = LogisticRegression(C=strength, max_iter=1000).fit(((train - mean) / scale).numpy(), train_labels.numpy())
+    predicted = torch.from_numpy(regression.predict(((test - mean) / scale).numpy()))
+
+    train, test = F.normalize(train - mean, dim=1), F.normalize(test - mean, dim=1)
+    classes = train_labels.unique()
+    means = torch.stack([train[train_labels == label].mean(dim=0) for label in classes])  # (C, D)
+    nearest = classes[torch.cdist(test, means).argmin(dim=1)]
+    return FewShotResult(*((found == test_labels).float().mean().item() for found in (predicted, nearest)))

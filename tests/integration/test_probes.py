@@ -3,16 +3,19 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from data.shards import ShardSet
 from data.transforms import Normalization
-from finetune.probe import ProbeResult, Setting, ViewResult
+from finetune import probe
+from finetune.probe import FewShotResult, ProbeResult, Setting, ViewResult
 from models.mae import MAEConfig, build_mae
 from pretrain.report import export_encoder
-from scripts import knn_probe, linear_probe
+from scripts import few_shot_probe, knn_probe, linear_probe
 from tests.conftest import write_pictures
 
 
@@ -89,6 +92,73 @@ def test_knn_probe_finds_each_picture_in_the_training_set(
     assert "1-NN" in capsys.readouterr().out
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [result["accuracy"]["1"] for result in results] == [1.0, 1.0]
+
+
+def test_few_shot_probe_uses_so_many_labels_and_no_more(
+    common: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Tensor] = []
+
+    def few_shot_accuracy(train: Tensor, labels: Tensor, *rest: Any) -> FewShotResult:
+        assert len(train) == len(labels)
+        assert torch.bincount(labels).unique().numel() == 1  # as many of each class
+        seen.append(train)
+        return probe.few_shot_accuracy(train, labels, *rest)
+
+    monkeypatch.setattr(few_shot_probe, "few_shot_accuracy", few_shot_accuracy)
+    flags = ["--shots", "1", "5", "20", "--seeds", "3", "--random_baseline", "True"]
+    monkeypatch.setattr(sys, "argv", ["few_shot_probe.py", *common, *flags])
+    few_shot_probe.main()
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 1 + 2 * 2 * 3  # encoders, views, shots
+    assert [len(train) for train in seen[:9]] == [2] * 3 + [10] * 3 + [40] * 3
+    for one, five, twenty in zip(seen[:3], seen[3:6], seen[6:9], strict=True):
+        assert all((five == row).all(dim=1).any() for row in one)  # the draws of one seed are nested
+        assert all((twenty == row).all(dim=1).any() for row in five)
+    assert not torch.equal(seen[3], seen[4])
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert [result["shots"] for result in results] == [1, 5, 20] * 4
+    assert results[0].keys() == {"encoder", "view", "shots", "logistic_regression", "nearest_class_mean"}
+    assert len(results[0]["logistic_regression"]) == len(results[0]["nearest_class_mean"]) == 3
+    assert results[0]["logistic_regression"] != results[0]["nearest_class_mean"]
+    scores = results[2]["nearest_class_mean"]
+    assert f"{sum(scores) / 3:.2%} +- {torch.tensor(scores).std():.2%}" == table[3][-len("99.99% +- 9.99%") :].strip()
+
+    few_shot_probe.main()
+    assert json.loads((tmp_path / "out.json").read_text())["results"] == results
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--shots", "1", "27"],
+            "shots 27: {train}: class 1 has 26 samples, 27 are wanted of every class; give smaller --shots",
+        ),
+        (["--shots", "0"], "shots must be at least 1"),
+        (["--strength", "0"], "strength above 0"),
+    ],
+)
+def test_few_shot_mistakes_end_in_one_line_before_anything_is_encoded(
+    common: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["few_shot_probe.py", *common, *flags])
+    monkeypatch.setattr(few_shot_probe, "probed_encoders", lambda *_: pytest.fail("encoded"))
+    with pytest.raises(SystemExit) as caught:
+        few_shot_probe.main()
+    assert caught.value.code == 2
+    assert message.format(train=common[common.index("--train") + 1]) in capfd.readouterr().err
+
+
+def test_one_class_cannot_be_told_apart(
+    common: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_pictures(tmp_path / "pictures", 2)
+    (tmp_path / "pictures" / "table.csv").write_text("path,label\neven/000.png,0\nodd/001.png,0\n")
+    monkeypatch.setattr(sys, "argv", ["few_shot_probe.py", *common, "--train", str(tmp_path / "pictures" / "table.csv")])
+    with pytest.raises(SystemExit):
+        few_shot_probe.main()
+    assert "has one class only; expected at least two" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,26 @@ from typing import cast
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from data.evaluation import evaluation_batches
 from data.shards import ShardSet
+from data.subsets import choose_per_class
 from data.transforms import Normalization
 from finetune.compare import with_random_weights
-from finetune.probe import Setting, accuracy, combine, fit_linear_grids, linear_probe, probe_views, split_held_out
+from finetune.probe import (
+    Setting,
+    accuracy,
+    combine,
+    few_shot_accuracy,
+    fit_linear_grids,
+    linear_probe,
+    probe_views,
+    split_held_out,
+)
 from models.attention import Attention
 from models.formats import PretrainedEncoder, load_encoder
 from models.mae import MAEConfig, build_mae
@@ -155,6 +167,46 @@ def test_only_the_chosen_classifier_is_trained_on_held_out_samples_too() -> None
     assert result.views[0].test_accuracy == pytest.approx(result.views[0].held_out_accuracy)
     assert result.views[0].test_accuracy < 0.7
     assert result.chosen.test_accuracy == 1.0
+
+
+def test_a_few_labels_do_better_the_more_they_are() -> None:
+    pixels, numbers = load_digits(return_X_y=True)
+    features, labels = torch.from_numpy(pixels).float(), torch.from_numpy(numbers)
+    results = []
+    for shots in (1, 10, 100):
+        rows = torch.from_numpy(choose_per_class(labels[:1437].numpy(), None, shots, 0))
+        results.append(few_shot_accuracy(features[rows], labels[rows], features[1437:], labels[1437:]))
+        assert few_shot_accuracy(features[rows], labels[rows], features[1437:], labels[1437:]) == results[-1]
+    for scores in zip(*results, strict=True):
+        assert scores[0] > 0.4
+        assert scores[0] + 0.05 < scores[1] < scores[2] - 0.01
+
+
+def test_few_labels_are_classified_by_direction_from_their_mean() -> None:
+    """Classes need not be numbered from 0, and a test sample far out counts like a near one."""
+    train, labels = torch.tensor([[5.0, 6.0], [6.0, 5.0], [4.0, 5.0], [5.0, 4.0]]), torch.tensor([3, 5, 7, 9])
+    test = torch.tensor([[5.1, 5.2], [90.0, 0.0], [-9.0, 3.0], [4.9, 4.7]])
+    assert few_shot_accuracy(train, labels, test, labels).nearest_mean == 1.0
+    assert few_shot_accuracy(train, labels, test, labels).logistic_regression == 1.0
+    assert few_shot_accuracy(train, labels, test, labels.roll(1)) == (0.0, 0.0)
+
+
+def test_strength_of_the_penalty_does_not_depend_on_width_or_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    points, labels = clouds(60)
+    fitted, fit = [], LogisticRegression.fit
+
+    def fit_and_keep(model: LogisticRegression, *arguments: object) -> LogisticRegression:
+        fit(model, *arguments)
+        fitted.append(model.intercept_)
+        return model
+
+    monkeypatch.setattr(LogisticRegression, "fit", fit_and_keep)
+    for features in (points, points.repeat(1, 4), points * 100 + 7):
+        few_shot_accuracy(features, labels, features, labels, strength=1.0)
+    few_shot_accuracy(points, labels, points, labels, strength=10.0)
+    assert fitted[1] == pytest.approx(fitted[0], abs=0.01)
+    assert fitted[2] == pytest.approx(fitted[0], abs=0.01)
+    assert fitted[3] != pytest.approx(fitted[0], abs=0.01)
 
 
 def test_held_out_part_has_the_same_share_of_every_class() -> None:
