@@ -189,6 +189,9 @@ def test_few_labels_are_classified_by_direction_from_their_mean() -> None:
     assert few_shot_accuracy(train, labels, test, labels).nearest_mean == 1.0
     assert few_shot_accuracy(train, labels, test, labels).logistic_regression == 1.0
     assert few_shot_accuracy(train, labels, test, labels.roll(1)) == (0.0, 0.0)
+    # Of a class's samples, the one far out counts no more for the class mean either.
+    train, labels = torch.tensor([[9.0, 0.0], [0.0, 1.0], [-9.0, 0.0], [0.0, -1.0]]), torch.tensor([0, 0, 1, 1])
+    assert few_shot_accuracy(train, labels, torch.tensor([[-1.0, 3.0]]), labels[:1]).nearest_mean == 1.0
 
 
 def test_strength_of_the_penalty_does_not_depend_on_width_or_scale(monkeypatch: pytest.MonkeyPatch) -> None:
