@@ -7,7 +7,7 @@ python benchmarks/probe_grid.py [--steps 1500] [--rounds 5] [--encoder RUN --tra
 
 Without an encoder, on made features of 50,000 samples, 192 wide, 10 classes; with one, on its mean patch token after the last
 block. The goal is below 3 x. On one CPU core it is not met, about 3.5 to 5 x: the products of the grid are 32 x those of one
-setting, and two thirds of what is left of its step. Nothing else should run meanwhile.
+setting, and more than half of its step. Nothing else should run meanwhile.
 """
 
 import argparse
