@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from data.decode import MAX_PIXELS, decode_image
 from data.errors import BadImage, DataError
-from data.loader import leave_signals_to_parent
+from data.loader import batches_of, leave_signals_to_parent
 from data.shards import ShardReader, ShardSet
 from data.transforms import center_crop_resized
 
@@ -120,7 +120,7 @@ def evaluation_batches(
         generator=torch.Generator(),  # torch draws a seed for its reader processes, by default from the global state
         worker_init_fn=leave_signals_to_parent,
     )
-    for batch in loader:
+    for batch in batches_of(loader):
         if isinstance(batch, DataError):
             raise batch
         yield batch

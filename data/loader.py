@@ -4,7 +4,7 @@ Shapes: B images per micro-batch of one process, C channels, H W pixels.
 """
 
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -213,6 +213,21 @@ def leave_signals_to_parent(_worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def batches_of(loader: DataLoader) -> Generator[Any, None, None]:
+    """Passes on what a loader reads; whichever way this ends, its reader processes end too.
+
+    They ignore SIGTERM (`leave_signals_to_parent`). After an error whose traceback still holds the loader, Python would send
+    them one at its exit, and wait for ever.
+    """
+    batches = iter(loader)
+    try:
+        yield from batches
+    finally:
+        shut_down = getattr(batches, "_shutdown_workers", None)  # absent where this process reads for itself
+        if shut_down is not None:
+            shut_down()
+
+
 class BatchLoader:
     """An iterable over this process's micro-batches, from a step to the end of the run, across epoch edges.
 
@@ -263,13 +278,13 @@ class BatchLoader:
     def __len__(self) -> int:
         return self.num_micro_batches
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         """Yields micro-batches in the order of the plan.
 
         Raises:
             DataError: the data can not be read.
         """
-        for batch in self._loader:
+        for batch in batches_of(self._loader):
             if isinstance(batch, WorkerFailure):
                 raise DataError(batch.message)
             yield batch

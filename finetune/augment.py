@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.auto_augment import rand_augment_transform
+from timm.data.auto_augment import posterize, rand_augment_transform
 from torch import Tensor
 
 from data.errors import DataError
@@ -41,6 +41,9 @@ class RandAugment:
         }
         try:
             self._transform = rand_augment_transform(spec, hints)
+            for operation in self._transform.ops:
+                if "Posterize" in operation.name:
+                    operation.aug_fn = _posterize
         except (AssertionError, ValueError, KeyError, IndexError) as error:
             raise DataError(
                 f"augment.rand_augment {spec}: is no description that timm understands ({error}); "
@@ -55,6 +58,11 @@ class RandAugment:
         with seeded(seed):
             augmented = torch.from_numpy(np.array(self._transform(picture)))
         return augmented.unsqueeze(0) if grey else augmented.permute(2, 0, 1)
+
+
+def _posterize(picture: Image.Image, bits_to_keep: int, **hints: object) -> Image.Image:
+    """Timm's own, but for 0 bits: the strongest level asks for them, and Pillow refuses."""
+    return posterize(picture, max(1, bits_to_keep), **hints)
 
 
 @contextlib.contextmanager

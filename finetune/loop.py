@@ -232,14 +232,13 @@ def train(run: Finetuning) -> int:
         if run.start_step:
             tqdm.write(f"  resume  {checkpoint_path(run.folder / 'checkpoints', run.start_step)}")
     clock, meters = WaitClock(), Meters()
-    batches = clock.watch(iter(build_loader(run)))
     mixing = Mixing(config, run.num_classes, accelerator.device)
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
     eval_every = max(1, round(config.eval_every_epochs * len(run.data.rows) / run.plan.global_batch_size))
     log = RunLog(accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock)
     step, stopped, scores = run.start_step, False, None
     run.classifier.train()
-    with StopRequest() as stop, log:
+    with StopRequest() as stop, log, contextlib.closing(clock.watch(iter(build_loader(run)))) as batches:
         while step < horizon.num_steps and not stopped:
             lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
             set_lr(run.optimizer, lr)

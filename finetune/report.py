@@ -149,8 +149,7 @@ def finish_report(
         ]
     val = config.data.val or "LABELLED_IMAGES"
     lines += [
-        "measure it on other images:   accelerate launch finetune/main.py --eval_only True "
-        f"--encoder {folder} --data.val {val}",
+        f"measure it on other images:   accelerate launch finetune/main.py --eval_only --encoder {folder} --data.val {val}",
         "use the classifier in Python:",
         "  import json, pathlib, timm",
         f'  how = json.loads(pathlib.Path("{folder / "classifier.json"}").read_text())  # with mean, std and class_names',

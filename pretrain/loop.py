@@ -150,10 +150,9 @@ def train(run: Pretraining) -> int:
     )  # fmt: skip
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
     clock, meters = WaitClock(), Meters()
-    batches = clock.watch(iter(loader))
     log = RunLog(accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock)
     step, stopped = run.start_step, False
-    with StopRequest() as stop, log:
+    with StopRequest() as stop, log, contextlib.closing(clock.watch(iter(loader))) as batches:
         if step == 0:
             measure(run, log, step)
         while step < horizon.num_steps and not stopped:
@@ -269,4 +268,4 @@ def finish(run: Pretraining) -> None:
     export_encoder(run.folder, run.model, run.config.model, run.normalization)
     with replacing(run.folder / "reconstruction.png") as temporary:
         preview_sheet(run, run.horizon.num_steps).save(temporary, format="PNG")
-    tqdm.write(next_commands(run.folder))
+    tqdm.write(next_commands(run.folder, run.config.data.train))

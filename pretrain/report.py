@@ -84,12 +84,26 @@ def export_encoder(folder: Path, model: MaskedAutoencoder, config: MAEConfig, no
         temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def next_commands(folder: Path) -> str:
-    """What a person can type after a run."""
+def next_commands(folder: Path, data: str) -> str:
+    """What a person can type after a run.
+
+    Args:
+        folder: of the run.
+        data: what `data.train` named: for the digits the commands are complete, for other data two names are left open.
+    """
+    digits = data.startswith("digits")
+    train, test = ("digits-train", "digits-test") if digits else ("LABELLED_TRAIN", "LABELLED_TEST")
+    sets = f"--encoders {folder} --train {train} --test {test}"
+    recipe = "digits" if digits else "vit_base"
+    tuned = f"--config finetune/configs/{recipe}.yaml --encoder {folder} --output_dir {folder}-finetuned"
+    named = "" if digits else f" --data.train {train} --data.val {test}"
     return "\n".join(
         [
             f"see the pictures and curves:  tensorboard --logdir {folder}",
             f"look at what was learnt:      {folder / 'reconstruction.png'}",
+            f"ask its nearest neighbours:   python scripts/knn_probe.py {sets} --random_baseline",
+            f"train linear classifiers:     python scripts/linear_probe.py {sets} --random_baseline",
+            f"fine-tune on labels:          accelerate launch finetune/main.py {tuned}{named}",
             "use the encoder in Python:",
             "  import json, pathlib, timm",
             f'  how = json.loads(pathlib.Path("{folder / "encoder.json"}").read_text())  # with mean and std for its input',

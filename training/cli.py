@@ -58,7 +58,25 @@ def parse_args(config_type: type[Config], argv: Sequence[str] | None = None, pro
             raise UserError("--config needs the path of a YAML file") from None
         file_flags = _yaml_flags(known.config, config_type) if known.config else []
     default = _tyro(config_type, file_flags, str(known.config)) if known.config else None
-    return _tyro(config_type, flags, prog, default)
+    return _tyro(config_type, _booleans_spelled_out(flags, config_type), prog, default)
+
+
+def _booleans_spelled_out(flags: Sequence[str], config_type: type) -> list[str]:
+    """Lets people write `--eval_only`, `--eval_only true` and `--eval-only=true` for `--eval_only True`."""
+    booleans = {name for name, kind in _fields(config_type).items() if kind is bool}
+
+    def is_boolean(flag: str) -> bool:
+        return flag.startswith("--") and flag[2:].partition("=")[0].replace("-", "_") in booleans
+
+    spelled: list[str] = []
+    for previous, flag, following in zip(["", *flags], flags, [*flags[1:], "--"], strict=False):
+        if is_boolean(flag):
+            name, _, value = flag.partition("=")
+            spelled += [f"{name}={value.capitalize()}"] if value else [flag]
+            spelled += ["True"] if not value and following.startswith("--") else []
+        else:
+            spelled.append(flag.capitalize() if is_boolean(previous) and flag.lower() in ("true", "false") else flag)
+    return spelled
 
 
 def _tyro(
@@ -108,7 +126,7 @@ def _yaml_flags(path: Path, config_type: type) -> list[str]:
     # A section of which every key is commented out is None to YAML.
     content = {key: value for key, value in read_yaml(path).items() if not (value is None and key in sections)}
     flags: list[str] = []
-    known = _field_names(config_type)
+    known = list(_fields(config_type))
     for key, value in flatten(content).items():
         if key not in known:
             raise UserError(f"{path}: unknown key {key}{_suggestion(key, known)}")
@@ -116,16 +134,16 @@ def _yaml_flags(path: Path, config_type: type) -> list[str]:
     return flags
 
 
-def _field_names(config_type: type, prefix: str = "") -> list[str]:
-    """Dotted names of all settings of a config class."""
-    names: list[str] = []
+def _fields(config_type: type, prefix: str = "") -> dict[str, Any]:
+    """Dotted names of all settings of a config class, with their types."""
+    found: dict[str, Any] = {}
     for entry in dataclasses.fields(config_type):
         section = entry.default_factory
         if isinstance(section, type) and dataclasses.is_dataclass(section):
-            names += _field_names(section, f"{prefix}{entry.name}.")
+            found |= _fields(section, f"{prefix}{entry.name}.")
         else:
-            names.append(prefix + entry.name)
-    return names
+            found[prefix + entry.name] = entry.type
+    return found
 
 
 def _suggestion(key: str, known: list[str]) -> str:

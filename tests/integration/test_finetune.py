@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -317,3 +318,32 @@ def test_a_classifier_is_not_measured_on_other_classes(
     assert caught.value.code == 2
     assert "only the first has 0, 1, 2, 3, 4 and 5 more; only the second has even, odd" in capfd.readouterr().err
     assert not (run / "evaluation").exists()
+
+
+def test_the_whole_chain_by_the_commands_that_the_programs_print(tmp_path: Path) -> None:
+    """Pretrain, probe, fine-tune, measure on the digits: each command as printed by the program before, only made shorter."""
+    brief = ["--num_steps", "20", "--optim.warmup_epochs", "0.1"]
+    short = {
+        "knn_probe.py": [], "linear_probe.py": ["--num_steps", "50", "--seeds", "1"], "finetune/main.py": brief,
+        "--eval_only": [],
+    }  # fmt: skip
+    environment = os.environ | {"MAE_VIT_CACHE": str(tmp_path / "cache"), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+
+    def run(command: str, flags: list[str]) -> str:
+        words = shlex.split(command)
+        start = [sys.executable] if words[0] == "python" else list(LAUNCH)
+        done = subprocess.run(
+            [*start, *words[1 if words[0] == "python" else 2 :], *flags],
+            env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, command + done.stdout + done.stderr
+        return done.stdout
+
+    printed = run("accelerate launch pretrain/main.py", ["--output_dir", str(tmp_path / "run"), *brief])
+    for kind in ("knn_probe.py", "linear_probe.py", "finetune/main.py", "--eval_only"):
+        (line,) = (line for line in printed.splitlines() if kind in line)
+        command = line[line.index("accelerate launch") if "accelerate launch" in line else line.index("python ") :]
+        output = run(command, [*short[kind], *(["--output", str(tmp_path / "out.json")] if "probe" in kind else [])])
+        printed = output if kind == "finetune/main.py" else printed
+        assert "%" in output
+    assert json.loads((tmp_path / "run-finetuned" / "evaluation" / "evaluation.json").read_text())["num_samples"] == 360

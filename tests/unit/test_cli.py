@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import finetune
+from finetune.config import AugmentConfig, FinetuneConfig
 from pretrain.config import DIGITS_CONFIG, PretrainConfig, with_default_data
 from training.cli import UserError, config_to_yaml, flat_config, parse_args, user_errors
 
@@ -54,6 +56,39 @@ def test_saved_config_reads_back_equal(tmp_path: Path, flags: list[str]) -> None
 @pytest.mark.parametrize("path", sorted(DIGITS_CONFIG.parent.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_are_valid(path: Path) -> None:
     assert parse("--config", str(path)) != PretrainConfig()
+
+
+FINETUNE_CONFIGS = Path(finetune.__file__).parent / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(FINETUNE_CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes_of_fine_tuning_are_valid(path: Path) -> None:
+    assert parse_args(FinetuneConfig, ["--config", str(path)], prog="main.py") != FinetuneConfig()
+
+
+def test_published_recipes_are_the_papers() -> None:
+    """facebookresearch/mae FINETUNE.md: epochs, base lr, layer decay, drop path."""
+    for name, recipe in {"base": (100, 5e-4, 0.65, 0.1), "large": (50, 1e-3, 0.75, 0.2), "huge": (50, 1e-3, 0.75, 0.3)}.items():
+        config = parse_args(FinetuneConfig, ["--config", str(FINETUNE_CONFIGS / f"vit_{name}.yaml")], prog="main.py")
+        assert (config.epochs, config.optim.base_lr, config.optim.layer_decay, config.model.drop_path_rate) == recipe
+        assert (config.optim.weight_decay, config.optim.beta2, config.optim.min_lr) == (0.05, 0.999, 1e-6)
+        assert config.augment == AugmentConfig("rand-m9-mstd0.5-inc1", 0.25, 0.8, 1.0, 1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--eval_only"], (True, False)),
+        (["--eval_only", "true"], (True, False)),
+        (["--eval-only=false", "--from_scratch"], (False, True)),
+        (["--from-scratch", "--eval_only", "True"], (True, True)),
+        (["--eval_only", "--output_dir", "true"], (True, False)),
+    ],
+)
+def test_booleans_are_taken_as_people_write_them(argv: list[str], expected: tuple[bool, bool]) -> None:
+    config = parse_args(FinetuneConfig, argv, prog="main.py")
+    assert (config.eval_only, config.from_scratch) == expected
+    assert config.output_dir == ("true" if "--output_dir" in argv else "")
 
 
 def test_unknown_flag_is_refused_with_a_suggestion(capfd: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,13 @@ def test_rand_augment_is_a_function_of_image_and_seed(channels: int) -> None:
     assert len({result.numpy().tobytes() for result in first}) > 6
 
 
+def test_rand_augment_survives_its_strongest_level() -> None:
+    """At level 10 timm posterizes to 0 bits, which Pillow refuses."""
+    image = torch.randint(0, 256, (3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    augment = RandAugment("rand-m10-n8-inc1", (16, 16), (0.5,) * 3)
+    assert len({augment(image, seed).numpy().tobytes() for seed in range(60)}) > 50
+
+
 def test_rand_augment_says_what_it_cannot_do() -> None:
     with pytest.raises(DataError, match="1 or 3 channels, these have 5"):
         RandAugment("rand-m9", (8, 8), (0.5,) * 5)

@@ -1,4 +1,5 @@
 import dataclasses
+import multiprocessing
 import signal
 import tarfile
 from collections import Counter
@@ -6,15 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from data.errors import DataError
 from data.indexing import index_tars
-from data.loader import Batch, BatchLoader, DataConfig, choose_normalization, leave_signals_to_parent, preview_images
+from data.loader import Augment, Batch, BatchLoader, DataConfig, choose_normalization, leave_signals_to_parent, preview_images
 from data.shards import ShardReader, ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import IMAGENET_MEAN
 from data.writer import list_images, write_shards
 from tests.conftest import write_pictures
+from training.meters import WaitClock
 
 CONFIG = DataConfig(num_workers=0, shuffle_window=16)
 
@@ -173,3 +176,27 @@ def test_readers_leave_ctrl_c_and_sigterm_to_the_training_process(monkeypatch: p
     monkeypatch.setattr("signal.signal", lambda number, handler: handled.update({number: handler}))
     leave_signals_to_parent(0)
     assert handled == {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}
+
+
+def failing(_image: Tensor, _seed: int) -> Tensor:
+    raise RuntimeError("a bug")
+
+
+def test_readers_end_with_an_error_and_with_a_loop_that_is_left(picture_shards: ShardSet) -> None:
+    """Readers ignore SIGTERM: one that is left over would keep a program that crashed from ending, for ever."""
+    order = SampleOrder(picture_shards.first_sample, 0, 16)
+    config = dataclasses.replace(CONFIG, num_workers=1)
+
+    def loader(augment: Augment | None) -> BatchLoader:
+        return BatchLoader(picture_shards, config, BatchPlan(4, 1, 1, 0), order, (16, 16), 3, 0, 50, augment=augment)
+
+    with pytest.raises(RuntimeError, match="a bug") as caught:
+        list(loader(failing))
+    assert caught.tb is not None  # it holds every frame, as at the end of a program that crashed
+    assert multiprocessing.active_children() == []
+
+    batches = WaitClock().watch(iter(loader(None)))
+    next(batches)
+    assert len(multiprocessing.active_children()) == 1
+    batches.close()
+    assert multiprocessing.active_children() == []

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -221,7 +221,7 @@ def test_meters_give_means_since_the_last_time() -> None:
 def test_clock_measures_waiting_only() -> None:
     clock = WaitClock()
 
-    def slow() -> Iterator[int]:
+    def slow() -> Generator[int, None, None]:
         time.sleep(0.05)
         yield 1
         time.sleep(0.05)
