@@ -5,15 +5,17 @@ python scripts/linear_probe.py --encoders runs/cifar10 --train shards/train --te
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from finetune.compare import ProbeData, ProbedEncoder, print_table, probed_encoders, write_json
+from finetune.paper_probe import PaperRecipe, paper_probe
 from finetune.probe import ProbeResult, ViewResult, accuracy, combine, linear_probe, probe_views
 from training.cli import parse_args, user_errors
+from training.machine import native_bfloat16
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class LinearProbeConfig(ProbeData):
     """Share of the training samples that choose the setting, in (0, 1)."""
     seeds: int = 3
     """Repetitions with other splits and orders: the table gives mean and spread; at least 1."""
+    paper_recipe: bool = False
+    """Check the view that the first seed chose by the paper's probe, too: BatchNorm, LARS, 90 epochs, here without augmentation
+    (with it: finetune/configs/linear_probe.yaml)."""
     logistic_regression: bool = False
     """Check the view that the first seed chose with scikit-learn's logistic regression too (slower)."""
     output: str = "linear_probe.json"
@@ -55,6 +60,7 @@ def main() -> None:
     """Measures as the command line says."""
     config = parse_args(LinearProbeConfig, prog="scripts/linear_probe.py")
     rows, record = [], []
+    grid_dtype = torch.bfloat16 if native_bfloat16("cpu") else torch.float32
     with user_errors():
         for encoder in probed_encoders(config, at_most_all=True):
             views = probe_views(encoder.train.views)
@@ -62,18 +68,19 @@ def main() -> None:
                 linear_probe(
                     encoder.train.views, encoder.train.labels, encoder.test.views, encoder.test.labels, encoder.num_classes,
                     views, config.lrs, config.weight_decays, config.num_steps, config.probe_batch_size, config.held_out, seed,
+                    grid_dtype,
                 )
                 for seed in range(config.seeds)
             ]  # fmt: skip
             rows.extend(table_rows(encoder.name, runs, list(views)))
             record.append({"encoder": encoder.name, "seeds": [as_json(seed, run) for seed, run in enumerate(runs)]})
-            if config.logistic_regression:
-                view = runs[0].chosen.view
-                score = logistic_regression_accuracy(encoder, views[view])
-                rows.append(dict.fromkeys(rows[0], "") | {
-                    "encoder": encoder.name, "view": f"{view} (logistic regression)", "test accuracy": f"{score:.2%}",
-                })  # fmt: skip
-                record[-1]["logistic_regression"] = {"view": view, "test_accuracy": score}
+            view = runs[0].chosen.view
+            for name, check in CHECKS.items():
+                if getattr(config, name):
+                    scores = check(encoder, views[view], config.seeds)
+                    shown = {"view": f"{view} ({name.replace('_', ' ')})", "test accuracy": _mean_and_spread(scores)}
+                    rows.append(dict.fromkeys(rows[0], "") | {"encoder": encoder.name} | shown)
+                    record[-1][name] = {"view": view, "test_accuracy": scores}
         print_table(rows)
         print(f"chosen: on {config.held_out:.0%} of the training images, then trained on all; the other rows without these")
         write_json(config.output, {"config": dataclasses.asdict(config), "results": record})
@@ -123,7 +130,22 @@ def as_json(seed: int, run: ProbeResult) -> dict[str, Any]:
     return {"seed": seed, "chosen": chosen, "views": views}
 
 
-def logistic_regression_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...]) -> float:
+def paper_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...], seeds: int) -> list[float]:
+    """The paper's probe on a view, once for each seed.
+
+    Args:
+        encoder: whose features.
+        parts: the features that stand side by side.
+        seeds: how often, with other initial weights and orders.
+    """
+    train, test = combine(encoder.train.views, parts), combine(encoder.test.views, parts)
+    return [
+        paper_probe(train, encoder.train.labels, test, encoder.test.labels, encoder.num_classes, PaperRecipe(), seed)
+        for seed in range(seeds)
+    ]
+
+
+def logistic_regression_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...], _seeds: int) -> list[float]:
     """An independent check: scikit-learn's L-BFGS on standardised features, with its default regularisation.
 
     Args:
@@ -137,7 +159,14 @@ def logistic_regression_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...])
     std = std.clamp_min(1e-6)
     model = LogisticRegression(max_iter=1000).fit(((train - mean) / std).numpy(), encoder.train.labels.numpy())
     logits = torch.from_numpy(model.predict_log_proba(((test - mean) / std).numpy()))
-    return accuracy(logits, torch.searchsorted(torch.from_numpy(model.classes_), encoder.test.labels)).item()
+    return [accuracy(logits, torch.searchsorted(torch.from_numpy(model.classes_), encoder.test.labels)).item()]
+
+
+CHECKS: dict[str, Callable[[ProbedEncoder, tuple[str, ...], int], list[float]]] = {
+    "paper_recipe": paper_accuracy,
+    "logistic_regression": logistic_regression_accuracy,
+}
+"""What the grid's result is checked by: setting -> encoder, view, seeds -> accuracies."""
 
 
 if __name__ == "__main__":

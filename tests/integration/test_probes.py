@@ -44,7 +44,7 @@ def test_linear_probe_prints_a_table_and_writes_its_results(
     common: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--random_baseline", "True", "--seeds", "2", "--num_steps", "200", "--lrs", "1e-2", "1e-1", "--weight_decays", "0"]
-    monkeypatch.setattr(sys, "argv", ["linear_probe.py", *common, *flags, "--logistic_regression", "True"])
+    monkeypatch.setattr(sys, "argv", ["linear_probe.py", *common, *flags, "--logistic_regression", "True", "--paper_recipe"])
     linear_probe.main()
     table = capsys.readouterr().out.splitlines()
     assert table[0].split()[:3] == ["encoder", "view", "test"]
@@ -54,8 +54,10 @@ def test_linear_probe_prints_a_table_and_writes_its_results(
     rows = [line.removeprefix(trained["encoder"]).split() for line in table[1:]]
     assert rows[0][0] == "chosen:"
     assert [row[0] for row in rows[1:10]] == views
-    assert rows[10][:3] == [trained["seeds"][0]["chosen"]["view"], "(logistic", "regression)"]
-    assert sum("(random weights)" in line for line in table) == 11
+    chosen = trained["seeds"][0]["chosen"]["view"]
+    assert [row[:3] for row in rows[10:12]] == [[chosen, "(paper", "recipe)"], [chosen, "(logistic", "regression)"]]
+    assert len(trained["paper_recipe"]["test_accuracy"]) == 2
+    assert sum("(random weights)" in line for line in table) == 12
     assert random["encoder"].endswith("(random weights)")
     for number, seed in enumerate(trained["seeds"]):
         assert seed["seed"] == number

@@ -15,6 +15,7 @@ from data.shards import ShardSet
 from data.subsets import choose_per_class
 from data.transforms import Normalization
 from finetune.compare import with_random_weights
+from finetune.paper_probe import PaperRecipe, paper_probe
 from finetune.probe import (
     Setting,
     accuracy,
@@ -81,9 +82,9 @@ def test_products_see_no_numbers_that_processors_are_slow_at(monkeypatch: pytest
     """Classifiers that are very sure have probabilities below the smallest normal float32, 1.2e-38."""
     smallest = []
 
-    def mm(inputs: Tensor, error: Tensor, out: Tensor) -> Tensor:
+    def mm(inputs: Tensor, error: Tensor) -> Tensor:
         smallest.append(error[error != 0].abs().min().item())
-        return torch.matmul(inputs, error, out=out)
+        return inputs @ error
 
     monkeypatch.setattr(torch, "mm", mm)
     points, labels = clouds(60)
@@ -298,3 +299,32 @@ def test_random_baseline_keeps_nothing_that_was_trained(tiny_config: MAEConfig, 
     random = with_random_weights(load_encoder(str(tmp_path)), seed=0).model.state_dict()
     kept = {name for name, tensor in random.items() if tensor.ndim > 1 and torch.equal(tensor, trained[name])}
     assert kept == ({"pos_embed"} if kind == "sincos_2d" else set())
+
+
+def test_the_papers_probe_separates_what_can_be_separated() -> None:
+    """BatchNorm makes it blind to the features' scale and place."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(600) % 3
+    centres = 2 * torch.randn(3, 16, generator=generator)
+    features = centres[labels] + torch.randn(600, 16, generator=generator)
+    recipe = PaperRecipe(epochs=20, warmup_epochs=2, batch_size=100, base_lr=1.0)
+    score, again, scaled = (
+        paper_probe(values[:400], labels[:400], values[400:], labels[400:], 3, recipe, seed=0)
+        for values in (features, features, 100 * features + 7)
+    )
+    assert score == again > 0.95
+    assert scaled == pytest.approx(score, abs=0.011)
+
+
+def test_a_grid_in_bfloat16_chooses_like_one_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(600) % 3
+    features = torch.randn(3, 16, generator=generator)[labels] + torch.randn(600, 16, generator=generator)
+    settings = [Setting(lr, 0.0) for lr in (1e-4, 1e-2)]
+    exact, rough = (
+        fit_linear_grids({"a": features}, labels, torch.arange(400), 3, {"a": ("a",)}, settings, 60, 64, 0, dtype)[
+            "a"
+        ].accuracy({"a": features}, ("a",), torch.arange(400, 600), labels)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    torch.testing.assert_close(exact, rough, atol=0.03, rtol=0)
