@@ -149,7 +149,8 @@ def _compute(
         images = normalization.apply(batch.images.to(device))
         for block, (prefix, patches) in zip(blocks, _block_tokens(model, images, blocks, dtype), strict=True):
             if model.has_class_token:
-                parts.setdefault(f"cls/{block}", []).append(prefix[:, 0].cpu())
+                # A copy: a view would keep the tokens of all patches, of all samples, in memory.
+                parts.setdefault(f"cls/{block}", []).append(prefix[:, 0].clone().cpu())
             parts.setdefault(f"mean/{block}", []).append(patches.mean(dim=1).cpu())
         labels.append(batch.labels)
         bar.update(len(batch.labels))

@@ -265,6 +265,23 @@ def test_features_are_those_of_the_whole_image(encoder: PretrainedEncoder, pictu
     torch.testing.assert_close(features.views["mean/2"], tokens[:, 1:].mean(1), atol=0.05, rtol=0.05)
 
 
+def test_of_each_batch_only_the_features_stay_in_memory(
+    encoder: PretrainedEncoder, picture_shards: ShardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Tensor] = []
+    concatenate = torch.cat
+
+    def cat(parts: list[Tensor], dim: int = 0) -> Tensor:
+        kept.extend(parts)
+        return concatenate(parts, dim)
+
+    monkeypatch.setattr("training.features.torch.cat", cat)
+    extract_features(encoder, picture_shards, 2, torch.device("cpu"), batch_size=10, num_workers=0)
+    features = [part for part in kept if part.ndim == 2]
+    assert len(features) == 4 * 6
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in features)
+
+
 def test_cached_features_are_used_again_but_not_for_other_weights(
     encoder: PretrainedEncoder, picture_shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
