@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -33,7 +32,7 @@ from models.formats import PretrainedEncoder, load_encoder
 from models.heads import Classifier, build_classifier
 from training.checkpoint import checkpoint_path, save_checkpoint
 from training.cli import UserError
-from training.log import RunLog
+from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
 from training.optim import LARS, build_adamw, layer_groups, set_lr
 from training.resume import compute_dtype, identity, resume
@@ -251,7 +250,7 @@ def train(run: Finetuning) -> int:
             stopped = stop.agreed()
             is_last = step == horizon.num_steps
             saves = stopped or is_last or step % config.run.save_every_steps == 0
-            measures = run.validation is not None and (is_last or step % eval_every == 0)
+            measures = run.validation is not None and (is_last or (step % eval_every == 0 and not stopped))
             if saves or measures or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
                 write_log(run, log, step, lr, meters)
             if measures:
@@ -337,12 +336,7 @@ def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters
     epoch = step * run.plan.global_batch_size / len(run.data.rows)
     first = log.last_step + 1
     log.write(step, {"loss": loss, "lr": lr, "grad_norm": grad_norm, "epoch": epoch}, headline=f"loss {loss:.4f}")
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise UserError(
-            f"loss {loss} or gradient norm {grad_norm} is not finite between steps {first} and {step}; nothing of it was "
-            "saved. Go on from the last checkpoint with --resume auto and a lower --optim.base_lr, --optim.clip_grad_norm 1, "
-            "or --run.dtype float32"
-        )
+    require_finite(loss, grad_norm, first, step)
 
 
 def measure(run: Finetuning, log: RunLog, step: int) -> Scores:

@@ -9,13 +9,14 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.utils import make_grid
 
 from data.stream import BatchPlan
 from finetune.config import FinetuneConfig
 from finetune.evaluate import EvaluationSet, Scores, describe_scores, write_scores
 from finetune.labelled import LabelledData
+from models.encoder import count_parameters
 from models.formats import PretrainedEncoder
 from models.heads import CLASSIFIER_NAME, Classifier, classifier_arguments, export_state
 from training.checkpoint import replacing
@@ -23,11 +24,6 @@ from training.schedule import Horizon, scale_lr
 
 BEST_NAME = f"best_{CLASSIFIER_NAME}"
 NUM_SHOWN_INPUTS = 16
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Parameters that are trained."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def describe_run(

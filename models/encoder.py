@@ -217,6 +217,11 @@ def vector_parameters(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter.ndim <= 1}
 
 
+def count_parameters(module: nn.Module) -> int:
+    """Numbers that are trained: fixed position tables and frozen parts are left out."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
 def init_module_weights(module: nn.Module) -> None:
     """Initialises one Linear or LayerNorm as facebookresearch/mae does; for `nn.Module.apply`."""
     if isinstance(module, nn.Linear):

@@ -1,7 +1,6 @@
 """The pretraining loop."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import checkpoint_path, replacing, save_checkpoint
 from training.cli import UserError
 from training.knn import OnlineProbe, is_due
-from training.log import RunLog
+from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
 from training.optim import build_adamw, parameter_groups, set_lr
 from training.resume import compute_dtype, identity, resume
@@ -199,12 +198,7 @@ def write_log(run: Pretraining, log: RunLog, step: int, lr: float, meters: Meter
     }
     first = log.last_step + 1
     log.write(step, values, headline=f"loss {loss:.4f}, explained {explained:.1%}")
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise UserError(
-            f"loss {loss} or gradient norm {grad_norm} is not finite between steps {first} and {step}; nothing of it was "
-            "saved. Go on from the last checkpoint with --resume auto and a lower --optim.base_lr, --optim.clip_grad_norm 1, "
-            "or --run.dtype float32"
-        )
+    require_finite(loss, grad_norm, first, step)
 
 
 def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, faults: list[str]) -> None:

@@ -6,21 +6,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.shards import ShardSet
 from data.transforms import Normalization
+from models.encoder import count_parameters
 from models.formats import encoder_state, timm_model
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
 from pretrain.config import PretrainConfig
 from training.checkpoint import replacing
 from training.schedule import Horizon, scale_lr
-
-
-def count_parameters(module: nn.Module) -> int:
-    """All parameters, fixed position tables left out."""
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
 def forward_gflops(config: MAEConfig) -> float:
@@ -94,6 +89,7 @@ def next_commands(folder: Path, data: str) -> str:
     digits = data.startswith("digits")
     train, test = ("digits-train", "digits-test") if digits else ("LABELLED_TRAIN", "LABELLED_TEST")
     sets = f"--encoders {folder} --train {train} --test {test}"
+    brief = " --num_steps 200 --seeds 1" if digits else ""
     recipe = "digits" if digits else "vit_base"
     tuned = f"--config finetune/configs/{recipe}.yaml --encoder {folder} --output_dir {folder}-finetuned"
     named = "" if digits else f" --data.train {train} --data.val {test}"
@@ -102,7 +98,7 @@ def next_commands(folder: Path, data: str) -> str:
             f"see the pictures and curves:  tensorboard --logdir {folder}",
             f"look at what was learnt:      {folder / 'reconstruction.png'}",
             f"ask its nearest neighbours:   python scripts/knn_probe.py {sets} --random_baseline",
-            f"train linear classifiers:     python scripts/linear_probe.py {sets} --random_baseline",
+            f"train linear classifiers:     python scripts/linear_probe.py {sets}{brief}",
             f"fine-tune on labels:          accelerate launch finetune/main.py {tuned}{named}",
             "use the encoder in Python:",
             "  import json, pathlib, timm",

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from training.checkpoint import replacing
+from training.cli import UserError
 from training.machine import memory_mib
 from training.meters import WaitClock
 
@@ -50,6 +52,26 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return float("inf")
+
+
+def require_finite(loss: float, grad_norm: float, first: int, last: int) -> None:
+    """Ends a run that has become unstable, before anything of it is saved.
+
+    Args:
+        loss: mean of a log interval.
+        grad_norm: mean of the same.
+        first: first step of the interval.
+        last: its last step.
+
+    Raises:
+        UserError: one of the two is not finite.
+    """
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        raise UserError(
+            f"loss {loss} or gradient norm {grad_norm} is not finite between steps {first} and {last}; nothing of it was "
+            "saved. Go on from the last checkpoint with --resume auto and a lower --optim.base_lr, --optim.clip_grad_norm 1, "
+            "or --run.dtype float32"
+        )
 
 
 class RunLog:

@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+import timm
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from data.subsets import choose_per_class, without
 from data.transforms import Normalization
 from finetune.augment import RandAugment
 from finetune.config import AugmentConfig, DistillConfig, FinetuneConfig, LabelledDataConfig
-from finetune.distill import Teacher, distillation_loss
+from finetune.distill import Teacher, distillation_loss, load_teacher
 from finetune.evaluate import EvaluationSet, Scores, describe_scores, draw_confusion, evaluate, write_scores
 from finetune.labelled import check_class_names, open_training_data
 from finetune.loop import Mixing, seed_micro_step
@@ -163,6 +164,21 @@ def test_a_teacher_gets_its_own_normalisation_and_size() -> None:
     torch.testing.assert_close(seen[0], theirs.apply(pixels), atol=1e-5, rtol=1e-5)
     Teacher(Note(), (16, 12), theirs).logits(ours.apply(pixels), ours)
     assert seen[1].shape == (2, 3, 16, 12)
+
+
+def test_any_timm_model_can_teach(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=4).eval()
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    config = DistillConfig(teacher="resnet10t", teacher_weights=str(tmp_path / "weights.pth"))
+    teacher = load_teacher(config, 4, 3)
+    images = torch.rand(2, 3, *teacher.img_size)
+    with torch.no_grad():
+        torch.testing.assert_close(teacher.logits(images, teacher.normalization), model(images))
+    assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
+    for num_classes, num_channels, message in ((5, 3, "its weights cannot be had or do not fit"), (4, 1, "takes images of 3")):
+        with pytest.raises(UserError, match=message):
+            load_teacher(config, num_classes, num_channels)
 
 
 class BrightnessClassifier(nn.Module):
