@@ -40,12 +40,14 @@ class _Batches(IterableDataset):
         img_size: tuple[int, int],
         num_channels: int,
         crop_pct: float,
+        max_pixels: int,
     ) -> None:
         self.shards = shards
         self.batches = batches
         self.img_size = img_size
         self.num_channels = num_channels
         self.crop_pct = crop_pct
+        self.max_pixels = max_pixels
 
     def __iter__(self) -> Iterator[EvaluationBatch | DataError]:
         worker = get_worker_info()
@@ -63,7 +65,7 @@ class _Batches(IterableDataset):
         images = []
         for sample in samples:
             try:
-                image = decode_image(sample.data, self.num_channels, max_pixels=MAX_PIXELS)
+                image = decode_image(sample.data, self.num_channels, max_pixels=self.max_pixels)
             except BadImage as error:
                 # A replacement, as in training, would be counted as what it is not.
                 raise DataError(f"{sample.shard}: {sample.key}: {error}; take it out: write the shards anew") from error
@@ -90,6 +92,7 @@ def evaluation_batches(
     world_size: int = 1,
     samples: Sequence[int] | None = None,
     crop_pct: float = 1.0,
+    max_pixels: int = MAX_PIXELS,
 ) -> Iterator[EvaluationBatch]:
     """Reads this process's batches of a data set: over all processes every sample exactly once.
 
@@ -106,6 +109,7 @@ def evaluation_batches(
         world_size: number of processes.
         samples: which samples, in this order, in place of all.
         crop_pct: share of the resized image that is cut out, in (0, 1].
+        max_pixels: an image of more counts as unreadable.
 
     Raises:
         DataError: a sample cannot be read; unlike in training nothing is replaced.
@@ -114,7 +118,7 @@ def evaluation_batches(
     share = share_of_process(len(chosen), batch_size, rank, world_size)
     batches = [chosen[start : min(start + batch_size, share.stop)] for start in share[::batch_size]]
     loader = DataLoader(
-        _Batches(shards, batches, img_size, num_channels, crop_pct),
+        _Batches(shards, batches, img_size, num_channels, crop_pct, max_pixels),
         batch_size=None,
         num_workers=num_workers,
         generator=torch.Generator(),  # torch draws a seed for its reader processes, by default from the global state

@@ -150,9 +150,16 @@ class DecodeAndCrop:
     """
 
     def __init__(
-        self, shards: ShardSet, config: DataConfig, img_size: tuple[int, int], num_channels: int, augment: Augment | None = None
+        self,
+        shards: ShardSet,
+        order: SampleOrder | SubsetOrder,
+        config: DataConfig,
+        img_size: tuple[int, int],
+        num_channels: int,
+        augment: Augment | None = None,
     ) -> None:
         self.shards = shards
+        self.order = order
         self.config = config
         self.img_size = img_size
         self.num_channels = num_channels
@@ -171,12 +178,12 @@ class DecodeAndCrop:
             DataError: MAX_BAD_IN_A_ROW neighbours cannot be read either.
         """
         seed, faults = sample["seed"], []
-        for _ in range(min(MAX_BAD_IN_A_ROW, len(self.shards))):
+        for _ in range(min(MAX_BAD_IN_A_ROW, self.order.num_samples)):
             try:
                 image = decode_image(sample["image"], self.num_channels, max_pixels=self.config.max_pixels)
             except BadImage as error:
                 faults.append(f"{sample['__url__']}: {sample['__key__']}: {error}")
-                sample = read_sample(reader, (sample["index"] + 1) % len(self.shards))
+                sample = read_sample(reader, self.order.next_to(sample["index"]))
                 continue
             crop = random_resized_crop_flip(image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability)
             if self.augment is not None:
@@ -262,7 +269,7 @@ class BatchLoader:
         self.num_micro_batches = (stop_step - start_step) * plan.accum_steps
         pipeline = DataPipeline(
             PlannedSamples(shards, order, plan, start_step, stop_step),
-            DecodeAndCrop(shards, config, img_size, num_channels, augment),
+            DecodeAndCrop(shards, order, config, img_size, num_channels, augment),
             batched(plan.batch_size_per_process, collation_fn=collate, partial=False),
             failures_as_values,
         )

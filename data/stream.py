@@ -88,6 +88,10 @@ class SampleOrder:
         """Samples in an epoch."""
         return int(self.first_sample[-1])
 
+    def next_to(self, index: int) -> int:
+        """The sample that follows a sample; the first one follows the last."""
+        return (index + 1) % self.num_samples
+
     def resolve(self, start: int, stop: int) -> StreamSlice:
         """Says which samples stand at positions [start, stop) of the stream."""
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.num_samples)
@@ -121,12 +125,14 @@ class SubsetOrder:
     """The order of chosen samples: as SampleOrder's, over these alone.
 
     Args:
-        rows: (n,) int64, the chosen samples, sorted: neighbours lie close together on the disk.
+        rows: (n,) int64, the chosen samples, sorted.
+        first_sample: (num_shards + 1,) int64, where each shard starts in the numbering of all samples.
         seed: of the run, at least 0.
         window: samples shuffled together, at least 1.
     """
 
     rows: np.ndarray
+    first_sample: np.ndarray
     seed: int
     window: int
 
@@ -135,9 +141,13 @@ class SubsetOrder:
         """Samples in an epoch."""
         return len(self.rows)
 
+    def next_to(self, index: int) -> int:
+        """The chosen sample that follows a chosen sample; the first one follows the last."""
+        return int(self.rows[(int(np.searchsorted(self.rows, index)) + 1) % len(self.rows)])
+
     @cached_property
     def _places(self) -> SampleOrder:
-        return SampleOrder(np.array([0, len(self.rows)]), self.seed, self.window)
+        return SampleOrder(np.searchsorted(self.rows, self.first_sample), self.seed, self.window)
 
     def resolve(self, start: int, stop: int) -> StreamSlice:
         """Says which samples stand at positions [start, stop) of the stream."""

@@ -5,7 +5,9 @@ import numpy as np
 from data.errors import DataError
 
 
-def choose_per_class(labels: np.ndarray, share: float | None, count: int | None, seed: int) -> np.ndarray:
+def choose_per_class(
+    labels: np.ndarray, share: float | None, count: int | None, seed: int, leave_one: bool = False
+) -> np.ndarray:
     """Chooses samples of every class at random.
 
     A larger share or count of the same seed holds the smaller one.
@@ -15,6 +17,7 @@ def choose_per_class(labels: np.ndarray, share: float | None, count: int | None,
         share: of every class, in (0, 1], at least one sample; or None.
         count: of every class, at least 1; or None. Exactly one of the two is given.
         seed: at least 0.
+        leave_one: leave at least one sample of every class: of a class of one, none is chosen.
 
     Returns:
         (n,) int64, sorted sample numbers.
@@ -27,6 +30,7 @@ def choose_per_class(labels: np.ndarray, share: float | None, count: int | None,
     for label in np.unique(labels).tolist():
         rows = np.flatnonzero(labels == label)
         wanted = max(1, round(share * len(rows))) if share is not None else count or 0
+        wanted = min(wanted, len(rows) - 1) if leave_one else wanted
         if wanted > len(rows):
             raise DataError(f"class {label} has {len(rows)} samples, {wanted} are wanted of every class")
         order = np.argsort(np.random.Philox(np.random.SeedSequence((seed, label))).random_raw(len(rows)), kind="stable")

@@ -117,7 +117,7 @@ class DistillConfig:
     kind: Literal["hard", "soft"] = "hard"
     """hard: the teacher's answer is a label; soft: its probabilities are the target."""
     alpha: float = 0.5
-    """Weight of the teacher's loss, in [0, 1]; the labels' has the rest."""
+    """Weight of the teacher's loss, in [0, 1]; the labels' has the rest. DeiT: 0.5 for hard, 0.1 for soft."""
     temperature: float = 3.0
     """Divides the logits of both before they are compared, above 0; for soft."""
 
@@ -161,10 +161,11 @@ class FinetuneConfig:
     transformers, or the name of a timm vision transformer. With eval_only: a fine-tuned run folder, or a
     classifier.safetensors."""
     from_scratch: bool = False
-    """Use the encoder's architecture only, with random weights: what pretraining must beat."""
+    """Use the encoder's architecture only, with random weights and one learning rate for all layers (optim.layer_decay counts
+    as 1): what pretraining must beat."""
     output_dir: str = ""
     """Run folder: config, logs, checkpoints, classifier, tables, pictures; never reused for another config (empty:
-    runs/finetune; with eval_only the folder "evaluation" beside the classifier)."""
+    runs/finetune; with eval_only the folder "evaluation/<name of data.val>" beside the classifier)."""
     resume: Literal["never", "auto"] = "never"
     """auto: continue what output_dir holds, at the step of its newest valid checkpoint; start anew where it holds nothing."""
     eval_only: bool = False
@@ -177,7 +178,7 @@ class FinetuneConfig:
     """Passes over the training images between two measurements, above 0; there is one at the end in any case."""
     ema_decay: float | None = None
     """Keep a moving average of the weights, and measure and export that: share kept at each step, in (0, 1) (None: no average).
-    Early in a run less is kept."""
+    At step t at most t / (10 + t) is kept, so that the start is forgotten."""
     model: ClassifierConfig = field(default_factory=ClassifierConfig)
     """The head, and what of the encoder is trained."""
     data: LabelledDataConfig = field(default_factory=LabelledDataConfig)
@@ -196,8 +197,8 @@ class FinetuneConfig:
             raise ValueError(f"epochs must be above 0 and finite, not {self.epochs}")
         if self.num_steps is not None and self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
-        if not self.eval_every_epochs > 0:
-            raise ValueError(f"eval_every_epochs must be above 0, not {self.eval_every_epochs}")
+        if not 0 < self.eval_every_epochs < math.inf:
+            raise ValueError(f"eval_every_epochs must be above 0 and finite, not {self.eval_every_epochs}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay must lie in (0, 1), not {self.ema_decay}")
         if self.augment.mixes and self.data.batch_size_per_process % 2:

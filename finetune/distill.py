@@ -3,10 +3,13 @@
 Shapes: B batch, C channels, H W pixels.
 """
 
+import pickle
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import timm
 import torch
+from safetensors import SafetensorError
 from timm.data.config import resolve_model_data_config
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -40,7 +43,7 @@ class Teacher(NamedTuple):
         return self.model(images)
 
 
-def load_teacher(config: DistillConfig, num_classes: int, num_channels: int) -> Teacher:
+def load_teacher(config: DistillConfig, class_names: Sequence[str], num_classes: int, num_channels: int) -> Teacher:
     """Loads the teacher that a config names.
 
     Raises:
@@ -55,6 +58,8 @@ def load_teacher(config: DistillConfig, num_classes: int, num_channels: int) -> 
         except ValueError as error:
             raise UserError(f"distill.teacher: {error}, and timm has no model of this name") from error
         teacher = Teacher(ours.model, ours.img_size, Normalization(ours.mean, ours.std))
+        if class_names and ours.class_names and tuple(class_names) != ours.class_names:
+            raise UserError(f"distill.teacher {name}: has the classes {_some(ours.class_names)}, the data {_some(class_names)}")
         if ours.model.num_classes != num_classes:
             raise UserError(f"distill.teacher {name}: tells {ours.model.num_classes} classes apart, the data has {num_classes}")
     if len(teacher.normalization.mean) != num_channels:
@@ -65,13 +70,17 @@ def load_teacher(config: DistillConfig, num_classes: int, num_channels: int) -> 
     return teacher
 
 
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+
+
 def _timm_teacher(name: str, weights: str, num_classes: int) -> Teacher:
     try:
         if weights:
             model = timm.create_model(name, num_classes=num_classes, checkpoint_path=weights)
         else:
             model = timm.create_model(name, pretrained=True)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, KeyError, SafetensorError, pickle.UnpicklingError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"distill.teacher {name}: its weights cannot be had or do not fit ({reason})") from error
     if model.num_classes != num_classes:

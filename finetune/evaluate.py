@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from data.decode import MAX_PIXELS
 from data.evaluation import evaluation_batches
 from data.shards import ShardSet
 from data.transforms import Normalization
@@ -26,7 +27,7 @@ from training.cli import UserError
 MAX_PICTURE_CLASSES = 40
 """A confusion matrix of more classes is drawn without names."""
 MATRIX_PX = 640
-"""About the edge of the drawn confusion matrix."""
+"""About the edge of the drawn confusion matrix; of more classes than this, several share a pixel."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class EvaluationSet:
     batch_size: int
     """Images that one process measures at once."""
     num_workers: int
+    max_pixels: int = MAX_PIXELS
+    """An image of more counts as unreadable."""
 
     def __len__(self) -> int:
         return len(self.shards) if self.samples is None else len(self.samples)
@@ -110,13 +113,13 @@ def evaluate(
     bar = tqdm(total=len(data), unit="image", desc="measuring", leave=False, disable=not accelerator.is_main_process)
     for batch in evaluation_batches(
         data.shards, data.img_size, data.num_channels, data.batch_size, data.num_workers,
-        accelerator.process_index, accelerator.num_processes, data.samples, data.crop_pct,
+        accelerator.process_index, accelerator.num_processes, data.samples, data.crop_pct, data.max_pixels,
     ):  # fmt: skip
         with accelerator.autocast():
             logits = model(normalization.apply(batch.images.to(device)))
         logits, labels = logits.float(), batch.labels.to(device)
         loss += F.cross_entropy(logits, labels, reduction="sum")
-        confusion += torch.bincount(labels * num_classes + logits.argmax(dim=1), minlength=num_classes**2)
+        confusion.index_add_(0, labels * num_classes + logits.argmax(dim=1), torch.ones_like(labels))
         top5 += (logits.topk(min(5, num_classes), dim=1).indices == labels.unsqueeze(1)).sum()
         bar.update(len(labels) * accelerator.num_processes)
     bar.close()
@@ -185,17 +188,17 @@ def draw_confusion(scores: Scores, class_names: Sequence[str]) -> Image.Image:
     confusion = scores.confusion
     num_classes = len(confusion)
     shares = confusion / np.maximum(confusion.sum(axis=1, keepdims=True), 1)
-    cell = max(1, MATRIX_PX // num_classes)
+    cell = MATRIX_PX // num_classes
     has_text = num_classes <= MAX_PICTURE_CLASSES
     names = class_labels(class_names, num_classes)
     margin = 12 + (min(160, max(round(7 * len(name)) for name in names)) if has_text else 0)
-    edge = cell * num_classes
+    edge = min(cell * num_classes, MATRIX_PX)
     picture = Image.new("RGB", (margin + edge + 12, 40 + edge + margin), "white")
     draw = ImageDraw.Draw(picture)
     draw.text((8, 6), f"{scores.num_samples} samples, top-1 {scores.top1:.2%}: rows are labels, columns answers", fill="black")
     # White over blue to dark: the diagonal of a good classifier is dark, a confusion stands out from white.
     colours = np.stack([255 - 225 * shares, 255 - 175 * shares, 255 - 95 * shares], axis=-1).astype(np.uint8)
-    matrix = Image.fromarray(colours).resize((edge, edge), Image.Resampling.NEAREST)
+    matrix = Image.fromarray(colours).resize((edge, edge), Image.Resampling.NEAREST if cell else Image.Resampling.BOX)
     picture.paste(matrix, (margin, 40))
     draw.rectangle([margin - 1, 39, margin + edge, 40 + edge], outline="grey")
     if has_text:

@@ -1,5 +1,6 @@
 """Labelled data sets: which samples are learnt from, which are measured on, and what their labels mean."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ from data.subsets import choose_per_class, without
 from finetune.config import LabelledDataConfig
 from finetune.evaluate import EvaluationSet
 from training.cli import UserError
+
+MAX_ABSENT_FACTOR = 100
+"""More numbers of classes than this for each class that occurs are no numbers of classes, but some other identifiers."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,22 @@ class LabelledData:
     """Name of class 0, 1, ...; empty where there are none."""
     num_classes: int
 
+    def identity(self) -> dict[str, str]:
+        """Tells samples apart by hashes: those that are learnt from, and those that are measured on."""
+        measured = "" if self.val is None else self.val.manifest.hash
+        rows = [self.rows, np.empty(0, dtype=np.int64) if self.val_rows is None else self.val_rows]
+        samples, val_samples = (hashlib.sha256(part.astype(np.int64).tobytes()).hexdigest() for part in rows)
+        return {"samples": samples, "measured_on": f"{measured} {val_samples}"}
+
     def evaluation_set(self, config: LabelledDataConfig, img_size: tuple[int, int], num_channels: int) -> EvaluationSet | None:
         """What is measured on, as inputs of a model; None where there is nothing."""
         if self.val is None:
             return None
         samples = None if self.val_rows is None else self.val_rows.tolist()
         return EvaluationSet(
-            self.val, samples, img_size, num_channels, config.eval_crop_pct, config.eval_batch_size, config.num_workers
-        )
+            self.val, samples, img_size, num_channels, config.eval_crop_pct, config.eval_batch_size, config.num_workers,
+            config.max_pixels,
+        )  # fmt: skip
 
 
 def open_training_data(config: LabelledDataConfig, seed: int) -> LabelledData:
@@ -54,15 +66,23 @@ def open_training_data(config: LabelledDataConfig, seed: int) -> LabelledData:
     train = open_dataset(config.train, labelled=True)
     names = train.manifest.class_names
     labels = np.asarray(train.labels)
-    check_labels(train, len(names) if names else int(labels.max()) + 1)
     num_classes = len(names) if names else int(labels.max()) + 1
+    check_labels(train, num_classes)
+    present = len(np.unique(labels))
+    if present < 2:
+        raise UserError(f"{config.train}: all images are of one class; a classifier needs at least two")
+    if num_classes > MAX_ABSENT_FACTOR * present:
+        raise UserError(
+            f"{config.train}: labels reach {num_classes - 1}, but only {present} different ones occur; number the classes "
+            f"0 .. {present - 1}"
+        )
     rows = np.arange(len(train))
     val, val_rows = None, None
     if config.val:
         val = open_dataset(config.val, labelled=True)
         check_class_names(names, num_classes, val, str(train.root))
     elif config.held_out:
-        val, val_rows = train, choose_per_class(labels, config.held_out, None, seed)
+        val, val_rows = train, choose_per_class(labels, config.held_out, None, seed, leave_one=True)
         rows = without(len(train), val_rows)
     if config.fraction is not None or config.per_class is not None:
         try:
@@ -72,6 +92,25 @@ def open_training_data(config: LabelledDataConfig, seed: int) -> LabelledData:
     if not len(rows):
         raise UserError(f"{config.train}: no sample is left to learn from: lower --data.held_out, or give --data.val")
     return LabelledData(train, rows, val, val_rows, names, num_classes)
+
+
+def check_channels(shards: ShardSet, num_channels: int, origin: str) -> None:
+    """Makes sure that images are, or can be turned into, what a model takes: grey and colour can be turned into each other.
+
+    Args:
+        shards: the images.
+        num_channels: what the model takes.
+        origin: the model, for the message.
+
+    Raises:
+        UserError: they are not.
+    """
+    theirs = shards.manifest.num_channels
+    if theirs is not None and theirs != num_channels and not {theirs, num_channels} <= {1, 3}:
+        raise UserError(
+            f"the images of {shards.root} have {theirs} channels, {origin} takes {num_channels}: give images, or an encoder, "
+            "that fit"
+        )
 
 
 def check_labels(shards: ShardSet, num_classes: int) -> None:

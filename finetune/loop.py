@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.utils.model_ema import ModelEmaV3
@@ -26,7 +29,7 @@ from finetune.augment import RandAugment
 from finetune.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, FinetuneConfig
 from finetune.distill import Teacher, distillation_loss, load_teacher
 from finetune.evaluate import EvaluationSet, Scores, draw_confusion, evaluate
-from finetune.labelled import LabelledData, open_training_data
+from finetune.labelled import LabelledData, check_channels, open_training_data
 from finetune.report import best_top1, describe_run, export_classifier, finish_report, input_sheet
 from models.formats import PretrainedEncoder, load_encoder
 from models.heads import Classifier, build_classifier
@@ -40,6 +43,14 @@ from training.run import StopRequest, build_accelerator, check_run_folder, lock_
 from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
 
 EMA_PREFIX = "ema/"
+
+MUST_AGREE = {
+    "samples": "it learnt from other images of the same data (--data.val, held_out, fraction and per_class choose them)",
+    "measured_on": "it was measured on other images than --data.val names now",
+    "encoder_input": "it was built on another encoder than --encoder names now: of other sizes, or for another normalisation",
+    "teacher": "it learnt from another teacher than --distill.teacher names now",
+}
+"""Entries of a run's identity that a resumed run shares, and what it means where it does not."""
 
 
 @dataclass
@@ -66,6 +77,8 @@ class Finetuning:
     plan: BatchPlan
     horizon: Horizon
     start_step: int
+    identity: dict[str, Any]
+    """What a checkpoint records of the run."""
     lock: AbstractContextManager[object]
     """Keeps the run folder to this run until it is left."""
 
@@ -97,10 +110,15 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     accelerator = build_accelerator(config.run, folder)
     data = open_training_data(config.data, config.run.seed)
     classifier, encoder = build_model(config, data.num_classes)
+    for shards in (data.train, data.val):
+        if shards is not None:
+            check_channels(shards, encoder.in_chans, f"the encoder {config.encoder}")
     normalization = choose_normalization(config, encoder)
     img_size = config.model.img_size or encoder.img_size
     validation = data.evaluation_set(config.data, img_size, encoder.in_chans)
-    teacher = load_teacher(config.distill, data.num_classes, encoder.in_chans) if config.distill.teacher else None
+    teacher = (
+        load_teacher(config.distill, data.class_names, data.num_classes, encoder.in_chans) if config.distill.teacher else None
+    )
     if config.augment.rand_augment:  # its mistakes belong here, not into a reader process
         RandAugment(config.augment.rand_augment, img_size, normalization.mean)
 
@@ -111,12 +129,15 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     classifier.to(accelerator.device)
     if teacher is not None:
         teacher.model.to(accelerator.device)
-    ema = None if config.ema_decay is None else ModelEmaV3(classifier, decay=config.ema_decay, use_warmup=True)
+    ema = None
+    if config.ema_decay is not None:  # at step t at most t / (10 + t) is kept: an average of what there is so far
+        ema = ModelEmaV3(classifier, decay=config.ema_decay, use_warmup=True, warmup_gamma=10, warmup_power=1.0)
     optimizer = build_optimizer(classifier, config)
     start_step = 0
+    now = identity(config, data.train.manifest.hash, plan.global_batch_size, accelerator) | data.identity()
+    now |= {"encoder_input": json.dumps(encoder[1:]), "teacher": "" if teacher is None else weights_hash(teacher.model)}
     if config.resume == "auto":
-        now = identity(config, data.train.manifest.hash, plan.global_batch_size, accelerator)
-        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, classifier, optimizer, accelerator)
+        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, MUST_AGREE, classifier, optimizer, accelerator)
         if checkpoint is not None:
             start_step = checkpoint.step
             if ema is not None:
@@ -131,7 +152,7 @@ def set_up(config: FinetuneConfig) -> Finetuning:
         save_config(folder, config)
     return Finetuning(
         config, folder, accelerator, encoder, data, validation, normalization, img_size, classifier, wrapped, ema,
-        cast(torch.optim.Optimizer, optimizer), teacher, plan, horizon, start_step, lock,
+        cast(torch.optim.Optimizer, optimizer), teacher, plan, horizon, start_step, now, lock,
     )  # fmt: skip
 
 
@@ -168,7 +189,8 @@ def choose_normalization(config: FinetuneConfig, encoder: PretrainedEncoder) -> 
 
 def build_optimizer(classifier: Classifier, config: FinetuneConfig) -> torch.optim.Optimizer:
     """AdamW or LARS with layer-wise learning rates, which are set at every step."""
-    groups = layer_groups(classifier, config.optim.weight_decay, config.optim.layer_decay)
+    layer_decay = 1.0 if config.from_scratch else config.optim.layer_decay  # random layers have nothing to keep
+    groups = layer_groups(classifier, config.optim.weight_decay, layer_decay)
     if config.optim.name == "lars":
         return LARS(groups, momentum=config.optim.beta1)
     return build_adamw(groups, config.optim)
@@ -249,15 +271,16 @@ def train(run: Finetuning) -> int:
 
             stopped = stop.agreed()
             is_last = step == horizon.num_steps
-            saves = stopped or is_last or step % config.run.save_every_steps == 0
             measures = run.validation is not None and (is_last or (step % eval_every == 0 and not stopped))
-            if saves or measures or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
+            # Saved before it is measured: an image that cannot be read costs no training.
+            saves = stopped or is_last or measures or step % config.run.save_every_steps == 0
+            if saves or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
                 write_log(run, log, step, lr, meters)
+            if saves:
+                save(run, step)
             if measures:
                 with log.paused():
                     scores = measure(run, log, step)
-            if saves:
-                save(run, step)
     if step == horizon.num_steps:
         finish(run, scores)
         return 0
@@ -269,7 +292,7 @@ def train(run: Finetuning) -> int:
 def build_loader(run: Finetuning) -> BatchLoader:
     """This process's batches from the start step on."""
     config, augment = run.config, run.config.augment.rand_augment
-    order = SubsetOrder(run.data.rows, config.run.seed, config.data.shuffle_window)
+    order = SubsetOrder(run.data.rows, run.data.train.first_sample, config.run.seed, config.data.shuffle_window)
     return BatchLoader(
         run.data.train, config.data, run.plan, order, run.img_size, run.encoder.in_chans, run.start_step,
         run.horizon.num_steps, pin_memory=run.accelerator.device.type == "cuda",
@@ -339,9 +362,25 @@ def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters
     require_finite(loss, grad_norm, first, step)
 
 
+def share_buffers(model: nn.Module) -> None:
+    """Gives every process the first one's buffers: a BatchNorm's statistics differ after the last step."""
+    for buffer in model.buffers():
+        buffer.copy_(cast(Tensor, broadcast(buffer)))
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Tells the weights of models apart."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def measure(run: Finetuning, log: RunLog, step: int) -> Scores:
     """Measures on the validation images, logs, and exports the classifier where it is the best so far."""
     assert run.validation is not None
+    share_buffers(run.measured)
     scores = evaluate(run.measured, run.validation, run.normalization, run.num_classes, run.accelerator)
     values = {"val/top1": scores.top1, "val/top5": scores.top5, "val/loss": scores.loss}
     log.write_measured(step, values, f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, loss {scores.loss:.4f}")
@@ -356,10 +395,9 @@ def save(run: Finetuning, step: int) -> None:
     """Writes a checkpoint on the first process."""
     if not run.accelerator.is_main_process:
         return
-    config = identity(run.config, run.data.train.manifest.hash, run.plan.global_batch_size, run.accelerator)
     extra = {} if run.ema is None else {EMA_PREFIX + name: tensor for name, tensor in run.ema.module.state_dict().items()}
     save_checkpoint(
-        run.folder / "checkpoints", step, config, run.classifier, run.optimizer, run.config.run.keep_checkpoints, extra
+        run.folder / "checkpoints", step, run.identity, run.classifier, run.optimizer, run.config.run.keep_checkpoints, extra
     )
 
 
@@ -370,6 +408,7 @@ def finish(run: Finetuning, scores: Scores | None) -> None:
         run: at its end.
         scores: measured at the last step; None where a finished run was resumed, or nothing can be measured.
     """
+    share_buffers(run.measured)
     if scores is None and run.validation is not None:
         scores = evaluate(run.measured, run.validation, run.normalization, run.num_classes, run.accelerator)
     if run.accelerator.is_main_process:

@@ -10,7 +10,7 @@ from data.sources import open_dataset
 from data.transforms import Normalization
 from finetune.config import FinetuneConfig
 from finetune.evaluate import EvaluationSet, describe_scores, evaluate, write_scores
-from finetune.labelled import check_class_names
+from finetune.labelled import check_channels, check_class_names
 from models.heads import CLASSIFIER_NAME, TrainedClassifier, load_classifier
 from training.cli import UserError
 from training.run import build_accelerator
@@ -30,17 +30,23 @@ def measure_only(config: FinetuneConfig) -> None:
         raise UserError(
             "eval_only measures a fine-tuned classifier on labelled images: give --encoder RUN_FOLDER and --data.val IMAGES"
         )
-    folder = Path(config.output_dir) if config.output_dir else (source if source.is_dir() else source.parent) / "evaluation"
+    beside = (source if source.is_dir() else source.parent) / "evaluation" / Path(config.data.val).stem
+    folder = Path(config.output_dir) if config.output_dir else beside
+    if (folder / "config.yaml").exists():
+        raise UserError(
+            f"output_dir {folder} holds a training run, whose own tables would be lost: choose another --output_dir"
+        )
     try:
         trained = load_classifier(config.encoder)
     except ValueError as error:
         raise UserError(str(error)) from error
     accelerator = build_accelerator(config.run, folder)
     shards = open_dataset(config.data.val, labelled=True)
+    check_channels(shards, trained.in_chans, f"the classifier {config.encoder}")
     check_class_names(trained.class_names, trained.model.num_classes, shards, config.encoder)
     data = EvaluationSet(
         shards, None, trained.img_size, trained.in_chans, trained.eval_crop_pct, config.data.eval_batch_size,
-        config.data.num_workers,
+        config.data.num_workers, config.data.max_pixels,
     )  # fmt: skip
     model: nn.Module = trained.model.to(accelerator.device)
     normalization = Normalization(trained.mean, trained.std)

@@ -130,7 +130,8 @@ class _GridTraining:
             scale: of all learning rates.
         """
         inputs = inputs.to(self.dtype)
-        logits = (inputs @ self.weight[:-1].to(self.dtype)).float().add_(self.weight[-1]).unflatten(1, self.shape)  # (b, C, S)
+        weight = self.weight.to(self.dtype)
+        logits = torch.addmm(weight[-1], inputs, weight[:-1]).float().unflatten(1, self.shape)  # (b, C, S)
         # The gradient of softmax cross-entropy by hand: autograd would keep four copies of the logits.
         # Probabilities too small for normal float32 would make the products below several times slower; AdamW's epsilon hides
         # all below 1e-20.

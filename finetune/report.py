@@ -20,6 +20,7 @@ from models.encoder import count_parameters
 from models.formats import PretrainedEncoder
 from models.heads import CLASSIFIER_NAME, Classifier, classifier_arguments, export_state
 from training.checkpoint import replacing
+from training.cli import UserError
 from training.schedule import Horizon, scale_lr
 
 BEST_NAME = f"best_{CLASSIFIER_NAME}"
@@ -91,6 +92,9 @@ def export_classifier(
         step: optimizer steps done.
         scores: of this step, where it was measured.
         best: write the best of the run, not its end.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     name, arguments = classifier_arguments(encoder, config.model, classifier.vit.num_classes, classifier.is_distilled)
     own = bool(config.data.mean)
@@ -106,10 +110,13 @@ def export_classifier(
         "top1": None if scores is None else scores.top1,
     }
     path = folder / (BEST_NAME if best else CLASSIFIER_NAME)
-    with replacing(path) as temporary:
-        save_file(export_state(classifier), temporary, metadata={"classifier": json.dumps(record)})
-    with replacing(path.with_suffix(".json")) as temporary:
-        temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    try:
+        with replacing(path) as temporary:
+            save_file(export_state(classifier), temporary, metadata={"classifier": json.dumps(record)})
+        with replacing(path.with_suffix(".json")) as temporary:
+            temporary.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write the classifier {path}: {error}; the checkpoints are intact") from error
 
 
 def best_top1(folder: Path) -> float:
@@ -147,10 +154,11 @@ def finish_report(
     lines += [
         f"measure it on other images:   accelerate launch finetune/main.py --eval_only --encoder {folder} --data.val {val}",
         "use the classifier in Python:",
-        "  import json, pathlib, timm",
-        f'  how = json.loads(pathlib.Path("{folder / "classifier.json"}").read_text())  # with mean, std and class_names',
+        "  import json, pathlib, timm, torch",
+        f'  how = json.loads(pathlib.Path("{folder / "classifier.json"}").read_text())',
         f'  model = timm.create_model(how["timm_model"], checkpoint_path="{folder / CLASSIFIER_NAME}",',
         '                            **how["timm_arguments"])',
-        "  probabilities = model.eval()(images).softmax(dim=1)",
+        '  mean, std = (torch.tensor(how[name]).view(-1, 1, 1) for name in ("mean", "std"))',
+        "  probabilities = model.eval()((images - mean) / std).softmax(dim=1)  # images (B, C, H, W) in 0..1",
     ]
     return "\n".join(lines)

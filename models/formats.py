@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
+import torch
 from safetensors import SafetensorError, safe_open
 from timm.data.config import resolve_model_data_config
 from timm.models.vision_transformer import VisionTransformer
@@ -162,8 +163,13 @@ def _load_export(path: Path) -> PretrainedEncoder:
     if kind == "classifier":
         state = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "head_dist."))}
         arguments = arguments | {"num_classes": 0}
+    timm_name = record["timm_model"]
+    if "dist_token" in state:  # the encoder without it is a plain one, of sizes that the arguments give
+        del state["dist_token"]
+        state["pos_embed"] = torch.cat([state["pos_embed"][:, :1], state["pos_embed"][:, 2:]], dim=1)
+        timm_name = ENCODER_PRESETS["base"].timm_name
     mean, std = tuple(record["mean"]), tuple(record["std"])
-    return _built(path, record["timm_model"], arguments, state, mean, std, record.get("norm_eps"))
+    return _built(path, timm_name, arguments, state, mean, std, record.get("norm_eps"))
 
 
 def _load_facebook_mae(path: Path) -> PretrainedEncoder:

@@ -186,6 +186,11 @@ def build_classifier(
         raise ValueError(
             f"model.patch_size {config.patch_size}: only from scratch, the encoder's weights are for its own patches"
         )
+    if not hasattr(encoder.model.blocks[0], "attn") or isinstance(encoder.model, VisionTransformerDistilled):
+        kind = type(encoder.model).__name__
+        raise ValueError(
+            f"the encoder {encoder.timm_name} ({kind}) has parallel blocks or a distillation token: choose a plain ViT"
+        )
     name, arguments = classifier_arguments(encoder, config, num_classes, distilled)
     _check_size(encoder, arguments)
     if config.pooling == "cls" and not encoder.model.has_class_token:

@@ -97,7 +97,7 @@ def set_up(config: PretrainConfig) -> Pretraining:
     start_step = 0
     if config.resume == "auto":
         now = identity(config, shards.manifest.hash, plan.global_batch_size, accelerator)
-        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, model, optimizer, accelerator)
+        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, {}, model, optimizer, accelerator)
         start_step = 0 if checkpoint is None else checkpoint.step
     if config.run.compile:
         model.compile()  # in place: parameter names stay as they are

@@ -1,6 +1,6 @@
 """Continuing a run where its newest valid checkpoint stands."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def resume(
     folder: Path,
     now: dict[str, Any],
     changes_the_run: Sequence[str],
+    must_agree: Mapping[str, str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
@@ -48,6 +49,7 @@ def resume(
         folder: of the checkpoints.
         now: identity of the run as it is started now.
         changes_the_run: settings that may differ, with a warning.
+        must_agree: further entries of the identity that may not differ -> what it means where they do.
         model: without any wrapper.
         optimizer: over the model's parameters.
         accelerator: of the run.
@@ -56,7 +58,7 @@ def resume(
         The checkpoint, already restored; None where there is none.
 
     Raises:
-        UserError: the data or the global batch size is another than in the checkpoint.
+        UserError: the data, the global batch size, or what must agree, is another than in the checkpoint.
     """
     checkpoint, complaints = newest_checkpoint(folder)
     accelerator.wait_for_everyone()  # all have looked, before the first process renames anything
@@ -81,5 +83,10 @@ def resume(
             f"{now['global_batch_size']}: change --data.batch_size_per_process or --optim.accum_steps so that "
             "batch_size_per_process x processes x accum_steps stays the same"
         )
+    for key, meaning in must_agree.items():
+        if was.get(key) != now[key]:
+            raise UserError(
+                f"{checkpoint.path}: {meaning}; continue it as it was, or start a new run with another --output_dir"
+            )
     restore(checkpoint, model, optimizer)
     return checkpoint

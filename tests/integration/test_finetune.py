@@ -90,7 +90,7 @@ def test_a_run_learns_and_leaves_a_classifier_that_timm_loads(
     assert {"input", "confusion"} <= set(events.Tags()["images"])
 
     # The lines that the run prints, as a user types them.
-    start = printed.index("import json, pathlib, timm")
+    start = printed.index("import json, pathlib, timm, torch")
     code = "\n".join(line.strip() for line in printed[start:].splitlines())
     scope: dict[str, object] = {"images": torch.zeros(2, 1, 16, 16)}
     exec(code, scope)
@@ -101,11 +101,11 @@ def test_a_run_learns_and_leaves_a_classifier_that_timm_loads(
     # Measuring again gives the same counts, and writes them beside the classifier.
     assert finetune(monkeypatch, "--eval_only", "True", "--encoder", str(folder), "--data.val", "digits-test",
                     "--run.dtype", "float32", "--data.num_workers", "0") == 0  # fmt: skip
-    again = json.loads((folder / "evaluation" / "evaluation.json").read_text())
+    again = json.loads((folder / "evaluation" / "digits-test" / "evaluation.json").read_text())
     assert {key: again[key] for key in ("num_samples", "top1", "top5")} == {
         key: summary[key] for key in ("num_samples", "top1", "top5")
     }
-    assert (folder / "evaluation" / "confusion.csv").read_text() == (folder / "confusion.csv").read_text()
+    assert (folder / "evaluation" / "digits-test" / "confusion.csv").read_text() == (folder / "confusion.csv").read_text()
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
@@ -132,6 +132,35 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     ema = {name.removeprefix("ema/vit."): tensor for name, tensor in ours.items() if name.startswith("ema/")}
     exported = load_file(resumed / "classifier.safetensors")
     assert all(torch.equal(exported[name], ema[name]) for name in exported)  # what is exported is the average
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data.val", ""], "it learnt from other images of the same data"),
+        (["--data.val", "digits-train"], "it was measured on other images than --data.val names now"),
+        (["--encoder", "other"], "it was built on another encoder than --encoder names now"),
+        (["--data.per_class", "3"], "data.per_class None -> 3"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another(
+    encoder: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    flags: list[str],
+    message: str,
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    export_encoder(other, build_mae(TINY), TINY, Normalization((0.9,), (0.4,)))  # for another normalisation
+    flags = [str(other) if flag == "other" else flag for flag in flags]
+    start = ["--encoder", encoder, "--output_dir", str(run), *RUN, *PLAIN, "--num_steps", "2", "--optim.warmup_epochs", "0"]
+    assert finetune(monkeypatch, *start) == 0
+    with pytest.raises(SystemExit) as caught:
+        finetune(monkeypatch, *start, "--resume", "auto", *flags)
+    assert caught.value.code == 2
+    assert message in capfd.readouterr().err
 
 
 def launched(processes: int, *flags: str) -> str:
@@ -224,6 +253,12 @@ def test_a_student_learns_from_a_teacher(encoder: str, tmp_path: Path, monkeypat
         )
         == 0
     )
+    # A distilled classifier is an encoder, too: its distillation token is left out.
+    again = ["--encoder", str(output), "--output_dir", str(tmp_path / "again"), *RUN, "--num_steps", "1"]
+    assert finetune(monkeypatch, *again, "--optim.warmup_epochs", "0", "--model.pooling", "mean") == 0
+    # The tables of a training run are not overwritten by measuring elsewhere.
+    with pytest.raises(SystemExit):
+        finetune(monkeypatch, "--eval_only", "--encoder", str(output), "--data.val", "digits-test", "--output_dir", str(output))
     colour = timm.create_model("resnet10t", num_classes=10, in_chans=3)
     torch.save(colour.state_dict(), tmp_path / "resnet.pth")
     with pytest.raises(SystemExit):  # a teacher for colour, digits are grey
@@ -346,4 +381,7 @@ def test_the_whole_chain_by_the_commands_that_the_programs_print(tmp_path: Path)
         output = run(command, [*short[kind], *(["--output", str(tmp_path / "out.json")] if "probe" in kind else [])])
         printed = output if kind == "finetune/main.py" else printed
         assert "%" in output
-    assert json.loads((tmp_path / "run-finetuned" / "evaluation" / "evaluation.json").read_text())["num_samples"] == 360
+    assert (
+        json.loads((tmp_path / "run-finetuned" / "evaluation" / "digits-test" / "evaluation.json").read_text())["num_samples"]
+        == 360
+    )

@@ -15,16 +15,17 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from data.errors import DataError
-from data.shards import ShardSet
-from data.stream import SampleOrder, SubsetOrder, sample_seeds
+from data.errors import BadImage, DataError
+from data.loader import BatchLoader, DataConfig
+from data.shards import ShardReader, ShardSet
+from data.stream import BatchPlan, SampleOrder, SubsetOrder, sample_seeds
 from data.subsets import choose_per_class, without
 from data.transforms import Normalization
 from finetune.augment import RandAugment
 from finetune.config import AugmentConfig, DistillConfig, FinetuneConfig, LabelledDataConfig
 from finetune.distill import Teacher, distillation_loss, load_teacher
 from finetune.evaluate import EvaluationSet, Scores, describe_scores, draw_confusion, evaluate, write_scores
-from finetune.labelled import check_class_names, open_training_data
+from finetune.labelled import check_channels, check_class_names, open_training_data
 from finetune.loop import Mixing, seed_micro_step
 from training.cli import UserError
 
@@ -47,11 +48,14 @@ def test_a_number_of_every_class() -> None:
     with pytest.raises(DataError, match="class 5 has 3 samples, 4 are wanted"):
         choose_per_class(LABELS, None, 4, seed=0)
     assert without(5, np.array([1, 4])).tolist() == [0, 2, 3]
+    lonely = np.array([0, 0, 0, 1])
+    assert 3 not in choose_per_class(lonely, 0.9, None, seed=0, leave_one=True)  # who holds out leaves one to learn from
+    assert len(choose_per_class(lonely, 1.0, None, seed=0, leave_one=True)) == 2
 
 
 def test_a_subset_is_read_once_an_epoch_with_the_seeds_of_its_samples() -> None:
     rows = np.array([3, 8, 9, 20, 41])
-    order = SubsetOrder(rows, seed=7, window=3)
+    order = SubsetOrder(rows, np.array([0, 10, 30, 50]), seed=7, window=3)
     stream = order.resolve(0, 15)
     for epoch in range(3):
         part = stream.indices[epoch * 5 : epoch * 5 + 5]
@@ -60,6 +64,35 @@ def test_a_subset_is_read_once_an_epoch_with_the_seeds_of_its_samples() -> None:
     assert np.array_equal(order.resolve(4, 9).indices, stream.indices[4:9])
     whole = SampleOrder(np.array([0, 50]), seed=7, window=50).resolve(0, 50)
     assert dict(zip(whole.indices, whole.seeds, strict=True))[41] == stream.seeds[stream.indices == 41][0]
+
+
+def test_a_subset_is_shuffled_over_its_shards() -> None:
+    """As the whole set: the same window does not hold the same samples in every epoch."""
+    rows = np.arange(0, 100, 2)
+    order = SubsetOrder(rows, np.arange(0, 101, 10), seed=0, window=10)
+    windows = [frozenset(order.resolve(epoch * 50, epoch * 50 + 10).indices.tolist()) for epoch in range(4)]
+    assert len(set(windows)) > 1
+    assert [order.next_to(index) for index in (0, 48, 98)] == [2, 50, 0]
+
+
+def test_an_unreadable_image_is_replaced_by_one_of_the_subset(
+    picture_shards: ShardSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(data: bytes, *_: object, **__: object) -> Tensor:
+        if data == broken:
+            raise BadImage("broken")
+        return torch.zeros(3, 8, 8, dtype=torch.uint8)
+
+    rows = np.array([3, 10, 40])
+    with ShardReader(picture_shards) as reader:
+        broken = reader.read(10).data
+    monkeypatch.setattr("data.loader.decode_image", decode)
+    order = SubsetOrder(rows, picture_shards.first_sample, 0, 8)
+    loader = BatchLoader(picture_shards, DataConfig(num_workers=0), BatchPlan(3, 1, 1, 0), order, (8, 8), 3, 0, 1)
+    (one,) = list(loader)
+    assert sorted(one.indices.tolist()) == [3, 40, 40]
+    assert one.labels.tolist() == [picture_shards.labels[index] for index in one.indices.tolist()]
+    assert len(one.faults) == 1
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -171,14 +204,14 @@ def test_any_timm_model_can_teach(tmp_path: Path) -> None:
     model = timm.create_model("resnet10t", num_classes=4).eval()
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     config = DistillConfig(teacher="resnet10t", teacher_weights=str(tmp_path / "weights.pth"))
-    teacher = load_teacher(config, 4, 3)
+    teacher = load_teacher(config, [], 4, 3)
     images = torch.rand(2, 3, *teacher.img_size)
     with torch.no_grad():
         torch.testing.assert_close(teacher.logits(images, teacher.normalization), model(images))
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
     for num_classes, num_channels, message in ((5, 3, "its weights cannot be had or do not fit"), (4, 1, "takes images of 3")):
         with pytest.raises(UserError, match=message):
-            load_teacher(config, num_classes, num_channels)
+            load_teacher(config, [], num_classes, num_channels)
 
 
 class BrightnessClassifier(nn.Module):
@@ -269,7 +302,7 @@ def test_scores_and_their_files(tmp_path: Path) -> None:
         write_scores(tmp_path / "file", scores(), [], {})
 
 
-@pytest.mark.parametrize("num_classes", [2, 60, 1000])
+@pytest.mark.parametrize("num_classes", [2, 60, 600])
 def test_a_confusion_matrix_is_dark_where_answers_are(num_classes: int) -> None:
     confusion = np.eye(num_classes, dtype=np.int64)
     confusion[0] = np.roll(confusion[0], 1)  # class 0 is taken for class 1
@@ -318,6 +351,7 @@ def test_training_data_that_does_not_fit(picture_shards: ShardSet, settings: dic
 
 class FakeManifest:
     class_names: tuple[str, ...] = ("cat", "dog")
+    num_channels = 5
 
 
 class FakeShards:
@@ -340,6 +374,25 @@ def test_class_maps_are_checked() -> None:
         check_class_names(("cat", "dog", "fox"), 3, shards, "here")
     with pytest.raises(UserError, match=r"1 labels are outside 0 \.\. 1 \(sample 2 has 4\)"):
         check_class_names(("cat", "dog"), 2, cast(ShardSet, FakeShards([0, 1, 4])), "here")
+
+
+def test_channels_are_checked(picture_shards: ShardSet) -> None:
+    check_channels(picture_shards, 1, "the encoder x")  # colour becomes grey
+    check_channels(cast(ShardSet, FakeShards([0])), 5, "the encoder x")
+    with pytest.raises(UserError, match="have 5 channels, the encoder x takes 3"):
+        check_channels(cast(ShardSet, FakeShards([0])), 3, "the encoder x")
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"), [([1, 1], "all images are of one class"), ([0, 5000], "labels reach 5000, but only 2")]
+)
+def test_labels_that_make_no_classes_are_refused(labels: list[int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = FakeShards(labels)
+    shards.manifest = FakeManifest()
+    shards.manifest.class_names = ()
+    monkeypatch.setattr("finetune.labelled.open_dataset", lambda *_, **__: shards)
+    with pytest.raises(UserError, match=message):
+        open_training_data(LabelledDataConfig(train="x"), seed=0)
 
 
 @pytest.mark.parametrize(

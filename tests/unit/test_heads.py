@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import timm
@@ -155,6 +155,9 @@ def test_an_encoder_without_the_needed_weights_is_refused(encoder: PretrainedEnc
     shallow = create(depth=1)
     with pytest.raises(ValueError, match=r"lacks blocks\.1\.norm1\.weight"):
         build_classifier(encoder._replace(model=shallow), ClassifierConfig(), NUM_CLASSES)
+    parallel = timm.create_model("vit_base_patch16_xp_224", img_size=32, depth=1)
+    with pytest.raises(ValueError, match="choose a plain ViT"):
+        build_classifier(encoder._replace(model=cast(Any, parallel)), ClassifierConfig(), NUM_CLASSES)
     tokenless = create(class_token=False, global_pool="avg")
     with pytest.raises(ValueError, match="no CLS token"):
         build_classifier(encoder._replace(model=tokenless), ClassifierConfig(), NUM_CLASSES)
