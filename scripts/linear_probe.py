@@ -43,6 +43,9 @@ class LinearProbeConfig(ProbeData):
     paper_recipe: bool = False
     """Check the view that the first seed chose by the paper's probe, too: BatchNorm, LARS, 90 epochs, here without augmentation
     (with it: finetune/configs/linear_probe.yaml)."""
+    paper_base_lr: float = 0.1
+    """Learning rate of the paper's probe for 256 samples per step, above 0. LARS moves a weight by a share of its own size: 90
+    epochs of less data than ImageNet are fewer steps, and need a larger one to arrive."""
     logistic_regression: bool = False
     """Check the view that the first seed chose with scikit-learn's logistic regression too (slower)."""
     output: str = "linear_probe.json"
@@ -52,6 +55,8 @@ class LinearProbeConfig(ProbeData):
         super().__post_init__()
         if not self.lrs or not self.weight_decays or min(self.lrs) <= 0 or min(self.weight_decays) < 0:
             raise ValueError("lrs must be above 0 and weight_decays at least 0, and neither empty")
+        if self.paper_base_lr <= 0:
+            raise ValueError(f"paper_base_lr must be above 0, not {self.paper_base_lr}")
         if min(self.num_steps, self.probe_batch_size, self.seeds) < 1 or not 0 < self.held_out < 1:
             raise ValueError("num_steps, probe_batch_size and seeds must be at least 1, held_out in (0, 1)")
 
@@ -77,7 +82,7 @@ def main() -> None:
             view = runs[0].chosen.view
             for name, check in CHECKS.items():
                 if getattr(config, name):
-                    scores = check(encoder, views[view], config.seeds)
+                    scores = check(encoder, views[view], config)
                     shown = {"view": f"{view} ({name.replace('_', ' ')})", "test accuracy": _mean_and_spread(scores)}
                     rows.append(dict.fromkeys(rows[0], "") | {"encoder": encoder.name} | shown)
                     record[-1][name] = {"view": view, "test_accuracy": scores}
@@ -130,22 +135,23 @@ def as_json(seed: int, run: ProbeResult) -> dict[str, Any]:
     return {"seed": seed, "chosen": chosen, "views": views}
 
 
-def paper_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...], seeds: int) -> list[float]:
+def paper_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...], config: LinearProbeConfig) -> list[float]:
     """The paper's probe on a view, once for each seed.
 
     Args:
         encoder: whose features.
         parts: the features that stand side by side.
-        seeds: how often, with other initial weights and orders.
+        config: learning rate; how often, with other initial weights and orders.
     """
     train, test = combine(encoder.train.views, parts), combine(encoder.test.views, parts)
+    recipe = PaperRecipe(base_lr=config.paper_base_lr)
     return [
-        paper_probe(train, encoder.train.labels, test, encoder.test.labels, encoder.num_classes, PaperRecipe(), seed)
-        for seed in range(seeds)
+        paper_probe(train, encoder.train.labels, test, encoder.test.labels, encoder.num_classes, recipe, seed)
+        for seed in range(config.seeds)
     ]
 
 
-def logistic_regression_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...], _seeds: int) -> list[float]:
+def logistic_regression_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...], _config: LinearProbeConfig) -> list[float]:
     """An independent check: scikit-learn's L-BFGS on standardised features, with its default regularisation.
 
     Args:
@@ -162,11 +168,11 @@ def logistic_regression_accuracy(encoder: ProbedEncoder, parts: tuple[str, ...],
     return [accuracy(logits, torch.searchsorted(torch.from_numpy(model.classes_), encoder.test.labels)).item()]
 
 
-CHECKS: dict[str, Callable[[ProbedEncoder, tuple[str, ...], int], list[float]]] = {
+CHECKS: dict[str, Callable[[ProbedEncoder, tuple[str, ...], LinearProbeConfig], list[float]]] = {
     "paper_recipe": paper_accuracy,
     "logistic_regression": logistic_regression_accuracy,
 }
-"""What the grid's result is checked by: setting -> encoder, view, seeds -> accuracies."""
+"""What the grid's result is checked by: setting -> encoder, view, config -> accuracies."""
 
 
 if __name__ == "__main__":

@@ -177,7 +177,9 @@ def _read(path: Path) -> Features | None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     except (OSError, SafetensorError):
         return None
-    return Features({name: tensor for name, tensor in tensors.items() if name != "labels"}, tensors["labels"])
+    labels = tensors.pop("labels")
+    names = sorted(tensors, key=lambda name: (int(name.partition("/")[2]), name))  # as they were computed: block by block
+    return Features({name: tensors[name] for name in names}, labels)
 
 
 def feature_cache() -> Path:

@@ -265,6 +265,18 @@ def test_features_are_those_of_the_whole_image(encoder: PretrainedEncoder, pictu
     torch.testing.assert_close(features.views["mean/2"], tokens[:, 1:].mean(1), atol=0.05, rtol=0.05)
 
 
+def test_cached_features_come_in_the_order_in_which_they_were_computed(
+    tiny_config: MAEConfig, picture_shards: ShardSet, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(tiny_config, depth=11, embed_dim=8, num_heads=1)
+    export_encoder(tmp_path, build_mae(config), config, Normalization((0.4,) * 3, (0.2,) * 3))
+    deep = load_encoder(str(tmp_path))
+    first, cached = (
+        extract_features(deep, picture_shards, 3, torch.device("cpu"), num_workers=0, cache=tmp_path / "c") for _ in range(2)
+    )
+    assert list(first.views) == list(cached.views) == ["cls/9", "mean/9", "cls/10", "mean/10", "cls/11", "mean/11"]
+
+
 def test_of_each_batch_only_the_features_stay_in_memory(
     encoder: PretrainedEncoder, picture_shards: ShardSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
