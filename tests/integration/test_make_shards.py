@@ -98,7 +98,7 @@ def test_values_out_of_range_are_refused() -> None:
 
 
 def test_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
-    source = make_images(tmp_path / "source", 600)
+    source = make_images(tmp_path / "source", 2500)  # long enough to be still at work when the signal comes
     command = [
         *(sys.executable, "scripts/make_shards.py", "--source", source, "--output", tmp_path / "out"),
         *("--samples_per_shard", "1", "--num_workers", "2"),
