@@ -57,6 +57,11 @@ class Setting(NamedTuple):
     weight_decay: float
 
 
+DECORRELATE_FROM = 10.0
+"""Samples for each number of a feature from which on features are decorrelated: with fewer, the axes of least variance are
+noise, and a classifier that sees them as large as the others learns it."""
+
+
 @dataclass(frozen=True)
 class LinearGrid:
     """S linear classifiers on the same features, trained together.
@@ -124,12 +129,11 @@ class _GridTraining:
         """One step of every classifier.
 
         Args:
-            inputs: (b, D), standardised.
+            inputs: (b, D), standardised, of the number type of the products.
             labels: (b,).
             step: from 1 on.
             scale: of all learning rates.
         """
-        inputs = inputs.to(self.dtype)
         weight = self.weight.to(self.dtype)
         logits = torch.addmm(weight[-1], inputs, weight[:-1]).float().unflatten(1, self.shape)  # (b, C, S)
         # The gradient of softmax cross-entropy by hand: autograd would keep four copies of the logits.
@@ -149,6 +153,31 @@ class _GridTraining:
         self.weight.addcmul_(update, self.lrs, value=-scale / (1 - self.BETA1**step))
 
 
+def principal_axes(
+    features: Mapping[str, Tensor], moments: Mapping[str, tuple[Tensor, Tensor]], parts: tuple[str, ...], rows: Tensor
+) -> Tensor:
+    """The axes along which standardised features are uncorrelated, each scaled to a variance of 1.
+
+    An encoder's features are strongly correlated, and AdamW, whose steps follow the axes, then needs many times more of them.
+    The classifier stays a linear one: the axes are multiplied into its weights.
+
+    Args:
+        features: name -> (N, .).
+        moments: name -> mean and deviation.
+        parts: the features that stand side by side, D wide together.
+        rows: (n,) int64, which samples.
+
+    Returns:
+        (D, D): standardised features @ axes are uncorrelated.
+    """
+    correlation = torch.zeros((), dtype=torch.float64)
+    for chunk in rows.split(8192):
+        standard = torch.cat([(features[part][chunk] - moments[part][0]) / moments[part][1] for part in parts], dim=1)
+        correlation = correlation + (standard.T @ standard).double().cpu() / len(rows)
+    variances, axes = torch.linalg.eigh(correlation)
+    return (axes / variances.clamp_min(1e-7 * variances.max()).sqrt()).float().to(rows.device)
+
+
 def fit_linear_grids(
     features: Mapping[str, Tensor],
     labels: Tensor,
@@ -160,6 +189,7 @@ def fit_linear_grids(
     batch_size: int,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    decorrelate_from: float = DECORRELATE_FROM,
 ) -> dict[str, LinearGrid]:
     """Trains every setting on every view in one pass, on standardised features, with AdamW and a cosine schedule.
 
@@ -178,6 +208,7 @@ def fit_linear_grids(
         batch_size: samples per step.
         seed: of the order of the samples.
         dtype: of the matrix products: bfloat16 is several times faster where the device has it, and good enough to choose by.
+        decorrelate_from: a view is turned to its principal axes where there are at least so many samples for each number.
 
     Returns:
         View -> its S classifiers.
@@ -190,6 +221,11 @@ def fit_linear_grids(
         view: _GridTraining(sum(features[part].shape[1] for part in parts), num_classes, settings, labels.device, dtype)
         for view, parts in views.items()
     }
+    axes = {
+        view: principal_axes(features, moments, parts, rows)
+        for view, parts in views.items()
+        if len(rows) >= decorrelate_from * sum(features[part].shape[1] for part in parts)
+    }
     generator = torch.Generator().manual_seed(seed)
     step = 0
     while step < num_steps:
@@ -201,12 +237,13 @@ def fit_linear_grids(
                 name: features[name].index_select(0, batch).sub_(mean).div_(std) for name, (mean, std) in moments.items()
             }
             for view, grid in grids.items():
-                grid.step(combine(standard, views[view]), labels[batch], step, scale)
+                inputs = combine(standard, views[view]).to(dtype)
+                grid.step(inputs @ axes[view].to(dtype) if view in axes else inputs, labels[batch], step, scale)
     return {
         view: LinearGrid(
             torch.cat([moments[part][0] for part in views[view]]),
             torch.cat([moments[part][1] for part in views[view]]),
-            grid.weight[:-1].unflatten(1, grid.shape),
+            (axes[view] @ grid.weight[:-1] if view in axes else grid.weight[:-1]).unflatten(1, grid.shape),
             grid.weight[-1].unflatten(0, grid.shape),
         )
         for view, grid in grids.items()
@@ -270,6 +307,7 @@ def linear_probe(
     held_out: float,
     seed: int,
     grid_dtype: torch.dtype = torch.float32,
+    decorrelate_from: float = DECORRELATE_FROM,
 ) -> ProbeResult:
     """Trains a grid on every view; chooses view and setting by held-out samples; trains only the chosen one on all samples.
 
@@ -289,6 +327,7 @@ def linear_probe(
         held_out: share of the training set that chooses, in (0, 1).
         seed: of split and order.
         grid_dtype: of the grid's matrix products; the chosen classifier is trained in float32.
+        decorrelate_from: as of `fit_linear_grids`.
 
     Raises:
         UserError: no class has a sample to spare for the choice.
@@ -299,7 +338,17 @@ def linear_probe(
         raise UserError("nothing can be held out to choose the setting: expected at least two training images of some class")
     all_rows, test_rows = torch.arange(len(train_labels)), torch.arange(len(test_labels))
     grids = fit_linear_grids(
-        train, train_labels, fit_rows, num_classes, views, settings, num_steps, batch_size, seed, grid_dtype
+        train,
+        train_labels,
+        fit_rows,
+        num_classes,
+        views,
+        settings,
+        num_steps,
+        batch_size,
+        seed,
+        grid_dtype,
+        decorrelate_from,
     )
     results = []
     for view, grid in grids.items():
@@ -310,7 +359,16 @@ def linear_probe(
     results.sort(key=lambda result: -result.held_out_accuracy)
     view, setting = results[0].view, results[0].setting
     (final,) = fit_linear_grids(
-        train, train_labels, all_rows, num_classes, {view: views[view]}, [setting], num_steps, batch_size, seed
+        train,
+        train_labels,
+        all_rows,
+        num_classes,
+        {view: views[view]},
+        [setting],
+        num_steps,
+        batch_size,
+        seed,
+        decorrelate_from=decorrelate_from,
     ).values()
     test_accuracy = final.accuracy(test, views[view], test_rows, test_labels)[0].item()
     return ProbeResult(results[0]._replace(test_accuracy=test_accuracy), results)

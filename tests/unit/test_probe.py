@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import cast
 
@@ -23,6 +24,7 @@ from finetune.probe import (
     few_shot_accuracy,
     fit_linear_grids,
     linear_probe,
+    principal_axes,
     probe_views,
     split_held_out,
 )
@@ -45,17 +47,32 @@ def clouds(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return points * torch.tensor([1.0, 10, 0.1, 1, 1, 5, 1, 1]) + 50, labels
 
 
-def test_every_classifier_of_a_grid_is_the_one_that_torch_trains_alone() -> None:
+@pytest.mark.parametrize("decorrelate_from", [0.0, math.inf])
+def test_every_classifier_of_a_grid_is_the_one_that_torch_trains_alone(decorrelate_from: float) -> None:
     points, all_labels = clouds(70)
     parts = {"cls/1": points[:, :3], "mean/1": points[:, 3:]}
     settings = [Setting(1e-2, 0.0), Setting(1e-1, 0.3), Setting(1.0, 0.1)]
     rows = torch.arange(69, 9, -1)  # the first ten are for others
     grids = fit_linear_grids(
-        parts, all_labels, rows, 3, {"both/1": ("cls/1", "mean/1"), "cls/1": ("cls/1",)}, settings, 7, 32, seed=5
+        parts,
+        all_labels,
+        rows,
+        3,
+        {"both/1": ("cls/1", "mean/1"), "cls/1": ("cls/1",)},
+        settings,
+        7,
+        32,
+        seed=5,
+        decorrelate_from=decorrelate_from,
     )
     for (view, width), (number, setting) in itertools.product({"both/1": 8, "cls/1": 3}.items(), enumerate(settings)):
         features, labels = points[rows, :width], all_labels[rows]
         std, mean = torch.std_mean(features, dim=0)
+        standard = (features - mean) / std
+        if decorrelate_from == 0:
+            moments = {"v": (mean, std)}
+            standard = standard @ principal_axes({"v": features}, moments, ("v",), torch.arange(len(rows)))
+            torch.testing.assert_close(standard.T @ standard / len(rows), torch.eye(width), atol=1e-4, rtol=0)
         layer = nn.Linear(features.shape[1], 3)
         nn.init.zeros_(layer.weight)
         nn.init.zeros_(layer.bias)
@@ -69,11 +86,11 @@ def test_every_classifier_of_a_grid_is_the_one_that_torch_trains_alone() -> None
         while len(batches) < 7:
             batches.extend(torch.randperm(60, generator=generator).split(32))
         for batch in batches[:7]:
-            F.cross_entropy(layer((features[batch] - mean) / std), labels[batch]).backward()
+            F.cross_entropy(layer(standard[batch]), labels[batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        alone = layer((features - mean) / std)
+        alone = layer(standard)
         torch.testing.assert_close(grids[view].logits(features)[number], alone, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(grids[view].select(number).logits(features)[0], alone, atol=1e-4, rtol=1e-4)
 
@@ -142,10 +159,29 @@ def test_one_view_gives_what_it_gave_when_there_were_no_others() -> None:
     result = linear_probe(
         {"v/1": train}, labels, {"v/1": test}, test_labels, 3, {"v/1": ("v/1",)},
         lrs=(1e-4, 1e-2, 1e-1), weight_decays=(0.0, 0.1), num_steps=30, batch_size=64, held_out=0.2, seed=1,
+        decorrelate_from=math.inf,
     )  # fmt: skip
     assert result.chosen.setting == Setting(0.1, 0.0)
     assert result.chosen.held_out_accuracy == pytest.approx(0.85)
     assert result.chosen.test_accuracy == pytest.approx(0.9)
+
+
+def test_correlated_features_need_no_more_steps() -> None:
+    """What tells the classes apart is a small difference of two large numbers."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(1200) % 2
+    common, difference = torch.randn(1200, generator=generator), 0.02 * (labels - 0.5)
+    features = {"v": torch.stack([common + difference, common - difference], dim=1)}
+    rows = torch.arange(1200)
+
+    def score(decorrelate_from: float) -> float:
+        grids = fit_linear_grids(
+            features, labels, rows, 2, {"v": ("v",)}, [Setting(1e-2, 0.0)], 60, 256, 0, decorrelate_from=decorrelate_from
+        )
+        return grids["v"].accuracy(features, ("v",), rows, labels).item()
+
+    assert score(10) > 0.99
+    assert score(math.inf) < 0.9
 
 
 def test_training_images_that_cannot_spare_one_are_refused() -> None:
