@@ -237,8 +237,10 @@ def fit_linear_grids(
                 name: features[name].index_select(0, batch).sub_(mean).div_(std) for name, (mean, std) in moments.items()
             }
             for view, grid in grids.items():
-                inputs = combine(standard, views[view]).to(dtype)
-                grid.step(inputs @ axes[view].to(dtype) if view in axes else inputs, labels[batch], step, scale)
+                inputs = combine(standard, views[view])
+                if view in axes:  # in float32: along axes of little variance large numbers cancel
+                    inputs = inputs @ axes[view]
+                grid.step(inputs.to(dtype), labels[batch], step, scale)
     return {
         view: LinearGrid(
             torch.cat([moments[part][0] for part in views[view]]),

@@ -32,7 +32,7 @@ class LinearProbeConfig(ProbeData):
     """Learning rates of the grid, above 0."""
     weight_decays: tuple[float, ...] = (0.0, 1e-2, 1e-1, 1.0)
     """Weight decays of the grid, at least 0."""
-    num_steps: int = 600
+    num_steps: int = 500
     """Steps of every classifier, at least 1."""
     probe_batch_size: int = 1024
     """Samples per step of the classifiers, at least 1."""

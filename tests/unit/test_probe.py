@@ -174,13 +174,14 @@ def test_correlated_features_need_no_more_steps() -> None:
     features = {"v": torch.stack([common + difference, common - difference], dim=1)}
     rows = torch.arange(1200)
 
-    def score(decorrelate_from: float) -> float:
+    def score(decorrelate_from: float, dtype: torch.dtype = torch.float32) -> float:
         grids = fit_linear_grids(
-            features, labels, rows, 2, {"v": ("v",)}, [Setting(1e-2, 0.0)], 60, 256, 0, decorrelate_from=decorrelate_from
+            features, labels, rows, 2, {"v": ("v",)}, [Setting(1e-2, 0.0)], 60, 256, 0, dtype, decorrelate_from
         )
         return grids["v"].accuracy(features, ("v",), rows, labels).item()
 
     assert score(10) > 0.99
+    assert score(10, torch.bfloat16) > 0.99
     assert score(math.inf) < 0.9
 
 
