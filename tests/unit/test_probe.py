@@ -170,7 +170,7 @@ def test_correlated_features_need_no_more_steps() -> None:
     """What tells the classes apart is a small difference of two large numbers."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(1200) % 2
-    common, difference = torch.randn(1200, generator=generator), 0.005 * (labels - 0.5)
+    common, difference = torch.randn(1200, generator=generator), 0.002 * (labels - 0.5)
     features = {"v": torch.stack([common + difference, common - difference], dim=1)}
     rows = torch.arange(1200)
 
