@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import random
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from models.formats import PretrainedEncoder, load_encoder
 from models.heads import Classifier, build_classifier
 from training.checkpoint import checkpoint_path, save_checkpoint
 from training.cli import UserError
+from training.features import weights_hash
 from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
 from training.optim import LARS, build_adamw, layer_groups, set_lr
@@ -366,15 +366,6 @@ def share_buffers(model: nn.Module) -> None:
     """Gives every process the first one's buffers: a BatchNorm's statistics differ after the last step."""
     for buffer in model.buffers():
         buffer.copy_(cast(Tensor, broadcast(buffer)))
-
-
-def weights_hash(model: nn.Module) -> str:
-    """Tells the weights of models apart."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def measure(run: Finetuning, log: RunLog, step: int) -> Scores:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from data.digits import cache_folder
@@ -158,16 +158,20 @@ def _compute(
     return Features({name: torch.cat(part) for name, part in parts.items()}, torch.cat(labels))
 
 
-def _cache_key(encoder: PretrainedEncoder, shards: ShardSet, last_blocks: int, device: torch.device) -> str:
+def weights_hash(model: nn.Module) -> str:
+    """Tells the weights of models apart: a sha256 over names and values, hexadecimal."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(encoder.model.state_dict().items()):
+    for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _cache_key(encoder: PretrainedEncoder, shards: ShardSet, last_blocks: int, device: torch.device) -> str:
     # Weights do not say all: the same can be meant for another number of heads.
     architecture = [encoder.timm_name, encoder.timm_arguments, encoder.norm_eps, encoder.mean, encoder.std]
-    settings = [shards.manifest.hash, architecture, last_blocks, native_bfloat16(device.type)]
-    digest.update(json.dumps(settings).encode())
-    return digest.hexdigest()[:32]
+    settings = [weights_hash(encoder.model), shards.manifest.hash, architecture, last_blocks, native_bfloat16(device.type)]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> Features | None:
