@@ -13,7 +13,8 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.transforms import Normalization
@@ -224,7 +225,9 @@ def test_every_kind_of_head_trains(
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_a_student_learns_from_a_teacher(encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_student_learns_from_a_teacher(
+    encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
     """From a fine-tuned run, and from any timm model with a file of weights."""
     teacher = tmp_path / "teacher"
     assert (
@@ -253,6 +256,14 @@ def test_a_student_learns_from_a_teacher(encoder: str, tmp_path: Path, monkeypat
         )
         == 0
     )
+    # Another teacher of the same name and classes is another run.
+    weights = load_file(teacher / "classifier.safetensors")
+    with safe_open(teacher / "classifier.safetensors", framework="pt") as file:
+        header = file.metadata()
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, teacher / "classifier.safetensors", metadata=header)
+    with pytest.raises(SystemExit):
+        finetune(monkeypatch, "--output_dir", str(output), *flags, "--distill.teacher", str(teacher), "--resume", "auto")
+    assert "it learnt from another teacher" in capfd.readouterr().err
     # A distilled classifier is an encoder, too: its distillation token is left out.
     again = ["--encoder", str(output), "--output_dir", str(tmp_path / "again"), *RUN, "--num_steps", "1"]
     assert finetune(monkeypatch, *again, "--optim.warmup_epochs", "0", "--model.pooling", "mean") == 0
