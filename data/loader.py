@@ -18,7 +18,7 @@ from webdataset.pipeline import DataPipeline
 from data.decode import decode_image
 from data.errors import BadImage, DataError
 from data.shards import ShardReader, ShardSet
-from data.stream import BatchPlan, SampleOrder, SubsetOrder
+from data.stream import LANES, BatchPlan, Order
 from data.transforms import Normalization, center_crop_resized, default_normalization, random_resized_crop_flip
 
 MAX_BAD_IN_A_ROW = 100
@@ -39,8 +39,15 @@ class DataConfig:
     prefetch_batches: int = 4
     """Micro-batches that each reader prepares ahead, at least 1."""
     shuffle_window: int = 16384
-    """Samples shuffled together, at least 1. The shards themselves are permuted every epoch; a larger window mixes more of
-    them and keeps more of them open."""
+    """Samples shuffled together, at least 1, shared by all lanes. The shards themselves are permuted every epoch; a larger
+    window mixes more of them and keeps more of them open."""
+    lanes: int = LANES
+    """Places of the data set that are read side by side, at least 1: so many distant samples meet in a batch, and so many
+    processes read without sharing a shard. Fewer keep fewer shards open, which a small cache of remote shards needs."""
+    views_per_image: int = 1
+    """Crops of each image that is read, each with a mask of its own, at least 1; divides batch_size_per_process. Batches,
+    epochs and learning rates count crops: reading and decoding cost so many times less, and a pass over all images counts as
+    so many epochs."""
     crop_scale: tuple[float, float] = (0.2, 1.0)
     """Smallest and largest area of the random crop, as a share of the image's area: 0 < smallest <= largest <= 1."""
     flip_probability: float = 0.5
@@ -57,6 +64,13 @@ class DataConfig:
         _check_range("data.num_workers", self.num_workers, 0)
         _check_range("data.prefetch_batches", self.prefetch_batches, 1)
         _check_range("data.shuffle_window", self.shuffle_window, 1)
+        _check_range("data.lanes", self.lanes, 1)
+        _check_range("data.views_per_image", self.views_per_image, 1)
+        if self.batch_size_per_process % self.views_per_image:
+            raise ValueError(
+                f"data.batch_size_per_process must be a multiple of data.views_per_image, {self.views_per_image}, not "
+                f"{self.batch_size_per_process}"
+            )
         _check_range("data.max_pixels", self.max_pixels, 1)
         _check_range("data.flip_probability", self.flip_probability, 0, 1)
         if not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
@@ -118,23 +132,22 @@ class PlannedSamples(IterableDataset):
     gives it; rank and number of processes stand in the plan.
     """
 
-    def __init__(
-        self, shards: ShardSet, order: SampleOrder | SubsetOrder, plan: BatchPlan, start_step: int, stop_step: int
-    ) -> None:
+    def __init__(self, shards: ShardSet, order: Order, plan: BatchPlan, start_step: int, stop_step: int, max_open: int) -> None:
         self.shards = shards
         self.order = order
         self.plan = plan
         self.start_step = start_step
         self.stop_step = stop_step
+        self.max_open = max_open
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
         part, num_parts = (worker.id, worker.num_workers) if worker else (0, 1)
-        with ShardReader(self.shards) as reader:
-            for batch in self.plan.micro_batches(self.start_step, self.stop_step, part, num_parts):
-                part_of_stream = self.order.resolve(batch.start, batch.stop)
-                for index, seed in zip(part_of_stream.indices.tolist(), part_of_stream.seeds.tolist(), strict=True):
-                    yield read_sample(reader, index) | {"seed": seed}
+        with ShardReader(self.shards, max_open=self.max_open) as reader:
+            for batch in self.plan.micro_batches(self.order.lanes, self.start_step, self.stop_step, part, num_parts):
+                part_of_stream = self.order.resolve(batch.positions, self.plan.views_per_image)
+                for index, seeds in zip(part_of_stream.indices.tolist(), part_of_stream.seeds.tolist(), strict=True):
+                    yield read_sample(reader, index) | {"seeds": seeds}
 
 
 def read_sample(reader: ShardReader, index: int) -> dict[str, Any]:
@@ -152,7 +165,7 @@ class DecodeAndCrop:
     def __init__(
         self,
         shards: ShardSet,
-        order: SampleOrder | SubsetOrder,
+        order: Order,
         config: DataConfig,
         img_size: tuple[int, int],
         num_channels: int,
@@ -166,18 +179,18 @@ class DecodeAndCrop:
         self.augment = augment
 
     def __call__(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Decodes and crops a stream of samples."""
+        """Decodes a stream of samples, and crops every view of each."""
         with ShardReader(self.shards) as reader:
             for sample in samples:
-                yield self.decode(sample, reader)
+                yield from self.decode(sample, reader)
 
-    def decode(self, sample: dict[str, Any], reader: ShardReader) -> dict[str, Any]:
-        """Decodes and crops one sample, or its replacement.
+    def decode(self, sample: dict[str, Any], reader: ShardReader) -> list[dict[str, Any]]:
+        """Decodes one sample, or its replacement, and crops its views.
 
         Raises:
             DataError: MAX_BAD_IN_A_ROW neighbours cannot be read either.
         """
-        seed, faults = sample["seed"], []
+        seeds, faults = sample["seeds"], []
         for _ in range(min(MAX_BAD_IN_A_ROW, self.order.num_samples)):
             try:
                 image = decode_image(sample["image"], self.num_channels, max_pixels=self.config.max_pixels)
@@ -185,10 +198,16 @@ class DecodeAndCrop:
                 faults.append(f"{sample['__url__']}: {sample['__key__']}: {error}")
                 sample = read_sample(reader, self.order.next_to(sample["index"]))
                 continue
-            crop = random_resized_crop_flip(image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability)
+            crops = [
+                random_resized_crop_flip(image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability)
+                for seed in seeds
+            ]
             if self.augment is not None:
-                crop = self.augment(crop, seed)
-            return {"image": crop, "seed": seed, "index": sample["index"], "label": sample["label"], "faults": faults}
+                crops = [self.augment(crop, seed) for crop, seed in zip(crops, seeds, strict=True)]
+            about = {"index": sample["index"], "label": sample["label"], "faults": ()}
+            views = [about | {"image": crop, "seed": seed} for crop, seed in zip(crops, seeds, strict=True)]
+            views[0]["faults"] = faults
+            return views
         raise DataError(f"{len(faults)} samples in a row cannot be read; the first: {faults[0]}")
 
 
@@ -258,7 +277,7 @@ class BatchLoader:
         shards: ShardSet,
         config: DataConfig,
         plan: BatchPlan,
-        order: SampleOrder | SubsetOrder,
+        order: Order,
         img_size: tuple[int, int],
         num_channels: int,
         start_step: int,
@@ -268,7 +287,8 @@ class BatchLoader:
     ) -> None:
         self.num_micro_batches = (stop_step - start_step) * plan.accum_steps
         pipeline = DataPipeline(
-            PlannedSamples(shards, order, plan, start_step, stop_step),
+            # A lane's window may lie across the edge of two shards.
+            PlannedSamples(shards, order, plan, start_step, stop_step, max_open=2 * config.lanes + 1),
             DecodeAndCrop(shards, order, config, img_size, num_channels, augment),
             batched(plan.batch_size_per_process, collation_fn=collate, partial=False),
             failures_as_values,

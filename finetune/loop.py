@@ -123,8 +123,9 @@ def set_up(config: FinetuneConfig) -> Finetuning:
         RandAugment(config.augment.rand_augment, img_size, normalization.mean)
 
     plan = BatchPlan(
-        config.data.batch_size_per_process, config.optim.accum_steps, accelerator.num_processes, accelerator.process_index
-    )
+        config.data.batch_size_per_process, config.optim.accum_steps, accelerator.num_processes, accelerator.process_index,
+        config.data.views_per_image,
+    )  # fmt: skip
     horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(data.rows), plan.global_batch_size)
     classifier.to(accelerator.device)
     if teacher is not None:
@@ -292,7 +293,9 @@ def train(run: Finetuning) -> int:
 def build_loader(run: Finetuning) -> BatchLoader:
     """This process's batches from the start step on."""
     config, augment = run.config, run.config.augment.rand_augment
-    order = SubsetOrder(run.data.rows, run.data.train.first_sample, config.run.seed, config.data.shuffle_window)
+    order = SubsetOrder(
+        run.data.rows, run.data.train.first_sample, config.run.seed, config.data.shuffle_window, config.data.lanes
+    )
     return BatchLoader(
         run.data.train, config.data, run.plan, order, run.img_size, run.encoder.in_chans, run.start_step,
         run.horizon.num_steps, pin_memory=run.accelerator.device.type == "cuda",

@@ -82,6 +82,7 @@ def set_up(config: PretrainConfig) -> Pretraining:
         config.optim.accum_steps,
         accelerator.num_processes,
         accelerator.process_index,
+        config.data.views_per_image,
     )
     horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(shards), plan.global_batch_size)
     preview = preview_images(shards, config.model.img_size, config.model.in_chans, NUM_PREVIEW_IMAGES, config.data.max_pixels)
@@ -142,7 +143,7 @@ def train(run: Pretraining) -> int:
             tqdm.write(f"   probe  {run.probe.describe()}")
         if run.start_step:
             tqdm.write(f"  resume  {checkpoint_path(run.folder / 'checkpoints', run.start_step)}")
-    order = SampleOrder(run.shards.first_sample, config.run.seed, config.data.shuffle_window)
+    order = SampleOrder(run.shards.first_sample, config.run.seed, config.data.shuffle_window, config.data.lanes)
     loader = BatchLoader(
         run.shards, config.data, run.plan, order, config.model.img_size, config.model.in_chans,
         run.start_step, horizon.num_steps, pin_memory=accelerator.device.type == "cuda",

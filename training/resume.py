@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
+from data.stream import ORDER_VERSION
 from training.checkpoint import Checkpoint, newest_checkpoint, restore
 from training.cli import UserError, flat_config
 
@@ -30,6 +31,7 @@ def identity(config: Any, manifest_hash: str, global_batch_size: int, accelerato
     return flat_config(config) | {
         "manifest_hash": manifest_hash,
         "global_batch_size": global_batch_size,
+        "order_version": ORDER_VERSION,
         "dtype": compute_dtype(accelerator),
     }
 
@@ -76,6 +78,12 @@ def resume(
         raise UserError(
             f"{checkpoint.path}: was trained on other data ({was['data.train']}) than {now['data.train']} holds now; "
             "continue on the same shards, or start a new run with another --output_dir"
+        )
+    if was.get("order_version", 1) != now["order_version"]:
+        raise UserError(
+            f"{checkpoint.path}: was trained by a version of this program that reads the samples in another order "
+            f"({was.get('order_version', 1)}, now {now['order_version']}); continue it with that version, or start a new run "
+            "with another --output_dir"
         )
     if was["global_batch_size"] != now["global_batch_size"]:
         raise UserError(

@@ -56,21 +56,21 @@ def test_a_number_of_every_class() -> None:
 def test_a_subset_is_read_once_an_epoch_with_the_seeds_of_its_samples() -> None:
     rows = np.array([3, 8, 9, 20, 41])
     order = SubsetOrder(rows, np.array([0, 10, 30, 50]), seed=7, window=3)
-    stream = order.resolve(0, 15)
+    stream = order.resolve(np.arange(15))
     for epoch in range(3):
         part = stream.indices[epoch * 5 : epoch * 5 + 5]
         assert sorted(part) == rows.tolist()
     assert np.array_equal(stream.seeds, sample_seeds(7, stream.epochs, stream.indices))
-    assert np.array_equal(order.resolve(4, 9).indices, stream.indices[4:9])
-    whole = SampleOrder(np.array([0, 50]), seed=7, window=50).resolve(0, 50)
-    assert dict(zip(whole.indices, whole.seeds, strict=True))[41] == stream.seeds[stream.indices == 41][0]
+    assert np.array_equal(order.resolve(np.arange(4, 9)).indices, stream.indices[4:9])
+    whole = SampleOrder(np.array([0, 50]), seed=7, window=50).resolve(np.arange(50))
+    assert dict(zip(whole.indices, whole.seeds[:, 0], strict=True))[41] == stream.seeds[stream.indices == 41][0]
 
 
 def test_a_subset_is_shuffled_over_its_shards() -> None:
     """As the whole set: the same window does not hold the same samples in every epoch."""
     rows = np.arange(0, 100, 2)
     order = SubsetOrder(rows, np.arange(0, 101, 10), seed=0, window=10)
-    windows = [frozenset(order.resolve(epoch * 50, epoch * 50 + 10).indices.tolist()) for epoch in range(4)]
+    windows = [frozenset(order.resolve(np.arange(epoch * 50, epoch * 50 + 10)).indices.tolist()) for epoch in range(4)]
     assert len(set(windows)) > 1
     assert [order.next_to(index) for index in (0, 48, 98)] == [2, 50, 0]
 

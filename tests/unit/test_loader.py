@@ -168,7 +168,7 @@ def test_flips_and_crops_follow_the_settings(picture_shards: ShardSet) -> None:
     small = load(picture_shards, plan, 0, 1, dataclasses.replace(whole, crop_scale=(0.1, 0.1)))[0]
     # A tenth of the random pixels, enlarged, is smoother than all of them, shrunk.
     roughness = [(batch.images.float().diff(dim=-1) ** 2).mean().item() for batch in (plain, small)]
-    assert roughness[1] < 0.5 * roughness[0]
+    assert roughness[1] < 0.6 * roughness[0]
 
 
 def test_readers_leave_ctrl_c_and_sigterm_to_the_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
