@@ -25,12 +25,28 @@ def make_files(folder: Path, names: Iterable[str]) -> Path:
 
 
 def make_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:
-    with tarfile.open(path, "w", format=tar_format) as tar:
+    content = tar_bytes(members, tar_format=tar_format)
+    path.write_bytes(content + bytes(-len(content) % tarfile.RECORDSIZE))
+    return path
+
+
+def tar_bytes(members: Iterable[tuple[str, bytes]], end: bool = True, tar_format: int = tarfile.USTAR_FORMAT) -> bytes:
+    """A tar in memory; without its end it holds the members alone, each a header and data in blocks of 512 bytes."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tar_format) as tar:
         for name, content in members:
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    return path
+        length = tar.offset
+    return buffer.getvalue()[:length] + bytes(2 * tarfile.BLOCKSIZE if end else 0)
+
+
+def header_only(name: str, kind: bytes, link: str = "") -> bytes:
+    """The header of a member that has no data: a folder, a link, a device."""
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, link
+    return member.tobuf(tarfile.USTAR_FORMAT)
 
 
 def read_all(folder: Path) -> list[tuple[str, int, bytes]]:
