@@ -17,6 +17,7 @@ from webdataset.pipeline import DataPipeline
 
 from data.decode import decode_image
 from data.errors import BadImage, DataError
+from data.faults import CHECK_COMMAND, Fault, count_causes, describe_counts
 from data.shards import ShardReader, ShardSet
 from data.stream import LANES, BatchPlan, Order
 from data.transforms import Normalization, center_crop_resized, default_normalization, random_resized_crop_flip
@@ -94,8 +95,8 @@ class Batch(NamedTuple):
     """(B,) int64: which sample stands in each place, replacements of unreadable ones included."""
     labels: Tensor
     """(B,) int64: class numbers, -1 where a sample has none."""
-    faults: list[str]
-    """One line for each sample that could not be read and was replaced: shard, key, reason."""
+    faults: list[Fault]
+    """The samples that could not be read and were replaced."""
 
 
 Augment = Callable[[Tensor, int], Tensor]
@@ -190,12 +191,12 @@ class DecodeAndCrop:
         Raises:
             DataError: MAX_BAD_IN_A_ROW neighbours cannot be read either.
         """
-        seeds, faults = sample["seeds"], []
+        seeds, faults = sample["seeds"], list[Fault]()
         for _ in range(min(MAX_BAD_IN_A_ROW, self.order.num_samples)):
             try:
                 image = decode_image(sample["image"], self.num_channels, max_pixels=self.config.max_pixels)
             except BadImage as error:
-                faults.append(f"{sample['__url__']}: {sample['__key__']}: {error}")
+                faults.append(Fault(error.cause, sample["__url__"], sample["__key__"], str(error), sample["index"]))
                 sample = read_sample(reader, self.order.next_to(sample["index"]))
                 continue
             crops = [
@@ -208,7 +209,10 @@ class DecodeAndCrop:
             views = [about | {"image": crop, "seed": seed} for crop, seed in zip(crops, seeds, strict=True)]
             views[0]["faults"] = faults
             return views
-        raise DataError(f"{len(faults)} samples in a row cannot be read; the first: {faults[0]}")
+        raise DataError(
+            f"{len(faults)} samples in a row cannot be read ({describe_counts(count_causes(faults))}); the first: {faults[0]}; "
+            f"`{CHECK_COMMAND}` says what else is wrong"
+        )
 
 
 def collate(samples: list[dict[str, Any]]) -> Batch:

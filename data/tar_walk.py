@@ -236,7 +236,9 @@ def _look_behind_zeros(file: BinaryIO, offset: int, num_bytes: int) -> Damage | 
     num_zero_blocks = (position - offset) // BLOCK
     start = offset + num_zero_blocks * BLOCK  # of the block with the first byte that is not zero
     if num_zero_blocks > 1 and _parse(_read(file, start, BLOCK)) is not None:
-        return Damage("concatenated", offset, start - offset, "", "another archive follows after the mark of the end")
+        return Damage(
+            "concatenated", offset, start - offset, "", "another archive, or the rest of this one, follows after zeros"
+        )
     following = find_header(file, start, num_bytes)
     if following is None and num_zero_blocks > 1:
         reason = f"{num_bytes - start} bytes that are no tar follow after the mark of the end"
