@@ -5,13 +5,13 @@ training and test part are cut, not drawn: the last 252 of the test part are by 
 hold. The cut goes through the writer before these: 22 of his digits are the last for training, 108 the first for testing.
 """
 
-import os
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from data.cache import cache_folder
 from data.errors import DataError
 from data.shards import ShardSet, open_shards
 from data.writer import list_images, write_shards
@@ -58,13 +58,6 @@ def open_cached(folder: Path) -> ShardSet:
         return open_shards(folder)
     except DataError as error:
         raise DataError(f"{error}. This folder is only a cache: delete {folder}, and it is made again") from error
-
-
-def cache_folder() -> Path:
-    """The user's cache: `$MAE_VIT_CACHE`, else `$XDG_CACHE_HOME/mae-vit`, else `~/.cache/mae-vit`."""
-    if chosen := os.environ.get("MAE_VIT_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mae-vit"
 
 
 def _write_digits(folder: Path, part: slice) -> None:

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from data.decode import MAX_PIXELS, decode_image
 from data.errors import BadImage, DataError
 from data.loader import batches_of, leave_signals_to_parent
-from data.shards import ShardReader, ShardSet
+from data.reader import ShardReader
+from data.shards import ShardSet
 from data.transforms import center_crop_resized
 
 

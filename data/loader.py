@@ -18,7 +18,8 @@ from webdataset.pipeline import DataPipeline
 from data.decode import decode_image
 from data.errors import BadImage, DataError
 from data.faults import CHECK_COMMAND, Fault, count_causes, describe_counts
-from data.shards import ShardReader, ShardSet
+from data.reader import ShardReader
+from data.shards import ShardSet
 from data.stream import LANES, BatchPlan, Order
 from data.transforms import Normalization, center_crop_resized, default_normalization, random_resized_crop_flip
 
@@ -59,6 +60,10 @@ class DataConfig:
     """Standard deviation per channel in the same units (empty: as for mean)."""
     max_pixels: int = 2**26
     """An image of more pixels than this counts as unreadable; checked before it is decoded."""
+    max_bad_share: float = 0.01
+    """Share of the samples read so far that may be unreadable, 0..1; beyond it the run saves a checkpoint and ends. Looked at
+    once a log interval, and only where at least 32 are unreadable: bad luck at the start ends no run. Until then each is
+    replaced by its neighbour, counted and listed in faults.jsonl of the run folder."""
 
     def __post_init__(self) -> None:
         _check_range("data.batch_size_per_process", self.batch_size_per_process, 1)
@@ -73,6 +78,7 @@ class DataConfig:
                 f"{self.batch_size_per_process}"
             )
         _check_range("data.max_pixels", self.max_pixels, 1)
+        _check_range("data.max_bad_share", self.max_bad_share, 0, 1)
         _check_range("data.flip_probability", self.flip_probability, 0, 1)
         if not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError(f"data.crop_scale must hold 0 < smallest <= largest <= 1, not {self.crop_scale}")

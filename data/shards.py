@@ -7,28 +7,27 @@ folder/
   index.npy        one row per sample, in shard order: `SAMPLE_DTYPE`
 ```
 The index makes a sample a matter of one read at a known place, so any order of samples costs the same code; it is
-memory-mapped, so ten million rows open at once and all workers of a machine share them. `data/writer.py` writes both.
+memory-mapped, so ten million rows open at once and all workers of a machine share them. `data/writer.py` writes both, and
+`data/reader.py` reads samples.
+
+The folder may lie elsewhere: then manifest and index are fetched when it is opened, and shards when they are first read
+(`data/cache.py`). Or it lies here and the manifest names URLs.
 """
 
 import dataclasses
-import hashlib
 import itertools
-import json
-import os
-import tarfile
-from collections import OrderedDict
+from bisect import bisect_right
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from data.cache import ShardCache, shard_cache
 from data.errors import DataError
-
-MANIFEST_NAME = "manifest.json"
-INDEX_NAME = "index.npy"
-FORMAT = "mae-vit-shards"
-VERSION = 1
+from data.fetch import NotFound, fetch_bytes
+from data.manifest import INDEX_COMMAND, INDEX_NAME, MANIFEST_NAME, Manifest, ShardInfo
+from data.places import AnyPlace, Place, as_place, is_remote, join
 
 # offset: where the image's data starts in its shard, in bytes; its tar header is the block just before.
 # size: of the image's data, in bytes. label: class number, NO_LABEL when the sample has none.
@@ -38,103 +37,7 @@ NO_LABEL = -1
 # A member of a sample with one of these suffixes (in lower case) is its image.
 IMAGE_SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "tif", "tiff", "bmp", "ppm", "gif", "avif", "npy"})
 
-INDEX_COMMAND = "python scripts/index_shards.py"
 MAKE_COMMAND = "python scripts/make_shards.py"
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The manifest
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardInfo:
-    """One tar file of a data set."""
-
-    name: str
-    """File name within the data set's folder."""
-    num_bytes: int
-    """Size of the whole file."""
-    sha256: str
-    """Hash of the whole file, hexadecimal."""
-    num_samples: int
-    """How many samples it holds."""
-    suffixes: tuple[str, ...]
-    """The suffixes of its members, sorted: ("cls", "jpg", "json")."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What is known of a data set without reading its shards."""
-
-    num_samples: int
-    """Samples in all shards together."""
-    num_channels: int | None
-    """Channels of the images as they are stored; 3 when grey and colour are mixed, None when there is no one number."""
-    mean: tuple[float, ...]
-    """Of each channel, 0..1: the mean over images of each image's mean. Empty when unknown."""
-    std: tuple[float, ...]
-    """Of each channel, 0..1: around `mean`, every image with the same weight. Empty when unknown."""
-    class_names: tuple[str, ...]
-    """Name of class 0, 1, ...; empty when there are no labels, or no names."""
-    shards: tuple[ShardInfo, ...]
-    """In the order in which the index lists their samples."""
-    index_sha256: str
-    """Hash of the index file, hexadecimal."""
-
-    @cached_property
-    def hash(self) -> str:
-        """Identifies the data set: a sha256 over everything in the manifest, shards and index included."""
-        canonical = json.dumps(self._to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
-
-    def to_json(self) -> str:
-        """Returns the text of the manifest file."""
-        return json.dumps({**self._to_dict(), "hash": self.hash}, indent=1) + "\n"
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads and checks a manifest.
-
-        Raises:
-            DataError: the file is missing, is no manifest of a version we read, or was changed after it was written.
-        """
-        remedy = f"write it anew with `{INDEX_COMMAND} {path.parent}`"
-        fields = _read_json_object(path)
-        kind = (fields.pop("format", None), fields.pop("version", None))
-        if kind != (FORMAT, VERSION):
-            raise DataError(
-                f"{path} has format {kind[0]!r} version {kind[1]!r}, expected {FORMAT!r} version {VERSION}; {remedy}"
-            )
-        stated_hash = fields.pop("hash", None)
-        try:
-            fields["shards"] = [ShardInfo(**_with_tuples(shard)) for shard in fields.get("shards", [])]
-            manifest = cls(**_with_tuples(fields))
-        except (TypeError, AttributeError) as error:
-            raise DataError(f"{path} is damaged: {error}; {remedy}") from error
-        if manifest.hash != stated_hash:
-            raise DataError(
-                f"{path} was changed after it was written: its hash is {manifest.hash}, stated is {stated_hash}; {remedy}"
-            )
-        return manifest
-
-    def _to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist") from error
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path} can not be read as JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise DataError(f"{path} holds a JSON {type(fields).__name__}, expected an object")
-    return fields
-
-
-def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -150,37 +53,65 @@ class Location(NamedTuple):
     label: int
 
 
+class Piece(NamedTuple):
+    """Shards that follow one another in one folder's manifest, and so do their rows in its index."""
+
+    folder: AnyPlace
+    """What the names of the shards are relative to."""
+    index_file: Path
+    """The index of all of the folder's shards; on this machine."""
+    first_row: int
+    """Row of the first sample."""
+    num_rows: int
+    """Samples in all shards of the piece."""
+    num_shards: int
+    """How many shards it has."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardSet:
-    """A data set that was opened and checked; made by `open_shards`.
+    """A data set that was opened and checked: a folder's shards, some of them, or those of several folders.
 
-    A pickle of it holds the path and the manifest. Each process maps the index for itself, when it first needs it, and
+    Made by `open_shards`, and by `choose_shards` and `unite_shards` of `data/selection.py` from others.
+
+    A pickle of it holds the paths and the manifest. Each process maps the index for itself, when it first needs it, and
     the operating system keeps one copy of the pages for all of them.
     """
 
-    root: Path
+    root: AnyPlace
+    """What the set is called in messages: its folder, or the pattern or the sources that were given."""
     manifest: Manifest
+    """Of these shards; where they come from several folders, names may repeat: `shard_name` tells them apart."""
+    pieces: tuple[Piece, ...]
+    """Where the shards lie, in their order."""
+    parts: tuple[tuple[int, int], ...]
+    """(first, stop) of the samples of each source that was named, in the order of the sources; one for a single source."""
+    cache: ShardCache | None = None
+    """Where shards from elsewhere are kept; None when all lie on this machine."""
 
     def __len__(self) -> int:
         return self.manifest.num_samples
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root, "manifest": self.manifest}
-
-    @cached_property
-    def index(self) -> np.ndarray:
-        """(num_samples,), `SAMPLE_DTYPE`, mapped read-only from the file."""
-        return np.load(self.root / INDEX_NAME, mmap_mode="r", allow_pickle=False)
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @cached_property
     def first_sample(self) -> np.ndarray:
         """(num_shards + 1,), int64: shard s holds the samples first_sample[s] .. first_sample[s + 1] - 1."""
         return np.cumsum([0, *(shard.num_samples for shard in self.manifest.shards)], dtype=np.int64)
 
-    @property
+    @cached_property
     def labels(self) -> np.ndarray:
-        """(num_samples,), int64: class numbers, `NO_LABEL` where there is none; mapped read-only from the file."""
-        return self.index["label"]
+        """(num_samples,), int64: class numbers, `NO_LABEL` where there is none.
+
+        Mapped read-only from the file where the shards follow one another in one index; else 8 bytes a sample, copied.
+        """
+        columns = [self.rows_of(piece)["label"] for piece in self.pieces]
+        return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+    def rows_of(self, piece: Piece) -> np.ndarray:
+        """(num_rows,), `SAMPLE_DTYPE`: the index of a piece's samples, mapped read-only from the file."""
+        return self._map(piece.index_file)[piece.first_row : piece.first_row + piece.num_rows]
 
     def locate(self, index: int) -> Location:
         """Returns where sample `index` (0 .. len - 1) lies.
@@ -191,8 +122,46 @@ class ShardSet:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
         shard_number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
-        offset, size, label = self.index[index].item()
+        number = bisect_right(self._piece_samples, index) - 1
+        piece = self.pieces[number]
+        offset, size, label = self._map(piece.index_file)[piece.first_row + index - self._piece_samples[number]].item()
         return Location(shard_number, offset, size, label)
+
+    def folder(self, shard_number: int) -> AnyPlace:
+        """The folder that a shard's name is relative to."""
+        return self.pieces[bisect_right(self._piece_shards, shard_number) - 1].folder
+
+    def place(self, shard_number: int) -> AnyPlace:
+        """Where a shard is read from."""
+        return join(self.folder(shard_number), self.manifest.shards[shard_number].name)
+
+    def shard_name(self, shard_number: int) -> str:
+        """What a shard is called in messages: its name where the set has one folder, else where it lies."""
+        name = self.manifest.shards[shard_number].name
+        return str(self.place(shard_number)) if self._has_folders or is_remote(name) else name
+
+    @cached_property
+    def _has_folders(self) -> bool:
+        return len({piece.folder for piece in self.pieces}) > 1
+
+    @cached_property
+    def _piece_samples(self) -> list[int]:
+        """First sample of each piece."""
+        return [0, *itertools.accumulate(piece.num_rows for piece in self.pieces)][:-1]
+
+    @cached_property
+    def _piece_shards(self) -> list[int]:
+        """First shard of each piece."""
+        return [0, *itertools.accumulate(piece.num_shards for piece in self.pieces)][:-1]
+
+    @cached_property
+    def _maps(self) -> dict[Path, np.ndarray]:
+        return {}
+
+    def _map(self, index_file: Path) -> np.ndarray:
+        if index_file not in self._maps:
+            self._maps[index_file] = np.load(index_file, mmap_mode="r", allow_pickle=False)
+        return self._maps[index_file]
 
 
 def describe_manifest(folder: Path, manifest: Manifest) -> list[str]:
@@ -217,27 +186,74 @@ def describe_manifest(folder: Path, manifest: Manifest) -> list[str]:
     return lines
 
 
-def open_shards(path: str | Path) -> ShardSet:
-    """Opens a data set and checks what can be checked without reading it: that all files are there, with their sizes.
+# --------------------------------------------------------------------------------------------------------------------
+# Opening
+
+
+def open_shards(path: str | AnyPlace, cache: ShardCache | None = None) -> ShardSet:
+    """Opens a data set and checks what can be checked without reading its shards: for local ones, that all are there.
 
     Args:
-        path: the folder, or the manifest in it.
+        path: the folder, or the manifest in it; a URL of either, or a `pipe:` command that prints the files of the folder.
+        cache: where shards from elsewhere are kept; `shard_cache()` where it is None.
 
     Raises:
         DataError: there is no data set, or its files are not those that the manifest describes.
     """
-    path = Path(path)
-    root = path.parent if path.name == MANIFEST_NAME else path
+    shards = open_folder(path, cache)
+    check_shards(shards)
+    return shards
+
+
+def open_folder(path: str | AnyPlace, cache: ShardCache | None = None) -> ShardSet:
+    """Opens a data set as `open_shards` does, without a look at its shards."""
+    place = as_place(path) if isinstance(path, str) else path
+    root = place.parent if place.name == MANIFEST_NAME else place
+    if isinstance(root, Place):
+        cache = cache or shard_cache()
+        manifest = _fetch_manifest(root, cache)
+        index_file = cache.bring_index(root / INDEX_NAME, manifest.index_sha256)
+    else:
+        _check_folder(root)
+        manifest = Manifest.load(root / MANIFEST_NAME)
+        index_file = root / INDEX_NAME
+        has_remote = any(is_remote(info.name) for info in manifest.shards)
+        cache = (cache or shard_cache()) if has_remote else None
+    piece = Piece(root, index_file, 0, manifest.num_samples, len(manifest.shards))
+    shards = ShardSet(root, manifest, (piece,), ((0, manifest.num_samples),), cache)
+    _check_index(shards, root / INDEX_NAME)
+    return shards
+
+
+def _fetch_manifest(root: Place, cache: ShardCache) -> Manifest:
+    place = root / MANIFEST_NAME
+    try:
+        return Manifest.parse(fetch_bytes(place, cache.fetch), place)
+    except NotFound as error:
+        raise DataError(
+            f"{error}; expected a folder of tar shards with a {MANIFEST_NAME}. Shards that have none are described in a folder "
+            f"of yours with `{INDEX_COMMAND} '{root}/{{000000..000099}}.tar' --output FOLDER` (names in braces); give FOLDER"
+        ) from error
+
+
+def check_shards(shards: ShardSet) -> None:
+    """Looks whether all shards on this machine are there, with their sizes; those elsewhere are checked when they come.
+
+    Raises:
+        DataError: one is missing or has another size.
+    """
+    for number, info in enumerate(shards.manifest.shards):
+        place = shards.place(number)
+        if isinstance(place, Path):
+            _check_shard(place, info)
+
+
+def _check_folder(root: Path) -> None:
     if not root.is_dir():
         problem = "is a file" if root.exists() else "does not exist"
         raise DataError(f"{root} {problem}; expected a folder of tar shards with a {MANIFEST_NAME}")
     if not (root / MANIFEST_NAME).is_file():
         raise DataError(_explain_missing_manifest(root))
-    shards = ShardSet(root, Manifest.load(root / MANIFEST_NAME))
-    for info in shards.manifest.shards:
-        _check_shard(root, info)
-    _check_index(shards)
-    return shards
 
 
 def _explain_missing_manifest(root: Path) -> str:
@@ -255,134 +271,36 @@ def _explain_missing_manifest(root: Path) -> str:
     return f"{root} holds neither tar shards nor images; expected a folder of tar shards with a {MANIFEST_NAME}"
 
 
-def _check_shard(root: Path, info: ShardInfo) -> None:
-    shard = root / info.name
+def _check_shard(shard: Path, info: ShardInfo) -> None:
     try:
         num_bytes = shard.stat().st_size
     except FileNotFoundError as error:
         raise DataError(
             f"shard {shard} is missing, but the manifest lists it; copy it there, "
-            f"or describe what is left with `{INDEX_COMMAND} {root}`"
+            f"or describe what is left with `{INDEX_COMMAND} {shard.parent}`"
         ) from error
     if num_bytes != info.num_bytes:
         raise DataError(
             f"shard {shard} has {num_bytes} bytes, and had {info.num_bytes} when it was indexed; copy it again if the "
-            f"copy was cut off, or index the changed file with `{INDEX_COMMAND} {root}`"
+            f"copy was cut off, or index the changed file with `{INDEX_COMMAND} {shard.parent}`"
         )
 
 
-def _check_index(shards: ShardSet) -> None:
+def _check_index(shards: ShardSet, source: AnyPlace) -> None:
     remedy = f"write it anew with `{INDEX_COMMAND} {shards.root}`"
     try:
-        index = shards.index
+        index = shards._map(shards.pieces[0].index_file)
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{shards.root / INDEX_NAME} can not be read: {error}; {remedy}") from error
+        raise DataError(f"{source} can not be read: {error}; {remedy}") from error
     if index.dtype != SAMPLE_DTYPE or index.shape != (len(shards),) or shards.first_sample[-1] != len(shards):
         raise DataError(
-            f"{shards.root / INDEX_NAME} has {index.shape} rows of {index.dtype}, which does not fit the manifest's "
-            f"{len(shards)} samples; {remedy}"
+            f"{source} has {index.shape} rows of {index.dtype}, which does not fit the manifest's {len(shards)} samples; "
+            f"{remedy}"
         )
     num_bytes = np.array([info.num_bytes for info in shards.manifest.shards], dtype=np.uint64)
     limits = np.repeat(num_bytes, np.diff(shards.first_sample))
     if (index["size"] > limits).any() or (index["offset"] > limits - index["size"]).any():
-        raise DataError(f"{shards.root / INDEX_NAME} points outside its shards; {remedy}")
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Reading
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample as it is stored."""
-
-    index: int
-    """Number within the data set."""
-    key: str
-    """The image member's name without its suffix; cut off at 100 characters in GNU and PAX archives."""
-    shard: str
-    """File name of the shard."""
-    label: int
-    """Class number, `NO_LABEL` when there is none."""
-    data: bytes
-    """The image file."""
-
-
-class ShardReader:
-    """Reads samples by number, and keeps the shards that were used last open.
-
-    Each process opens its own descriptors: they are no part of a pickle, and a forked child starts with none. Not for
-    several threads at once: one could close the shard that another is about to read.
-
-    Args:
-        shards: the data set.
-        max_open: how many shards stay open; the one unused for longest is closed first.
-    """
-
-    def __init__(self, shards: ShardSet, *, max_open: int = 32) -> None:
-        self.shards = shards
-        self.max_open = max_open
-        self._descriptors: OrderedDict[int, int] = OrderedDict()  # by shard number, the last one used last
-        self._owner = os.getpid()
-
-    def read(self, index: int) -> Sample:
-        """Returns sample `index` (0 .. len - 1), by one read of its tar header and its data.
-
-        Raises:
-            DataError: the shard was changed or damaged after it was indexed, or can not be opened.
-            IndexError: there is no such sample.
-        """
-        location = self.shards.locate(index)
-        name = self.shards.manifest.shards[location.shard_number].name
-        descriptor = self._open(location.shard_number)
-        block = os.pread(descriptor, tarfile.BLOCKSIZE + location.size, location.offset - tarfile.BLOCKSIZE)
-        header, data = block[: tarfile.BLOCKSIZE], block[tarfile.BLOCKSIZE :]
-        try:
-            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as error:
-            raise self._changed(name, index, f"no tar header before its data ({error})") from error
-        if not member.size == location.size == len(data):
-            raise self._changed(name, index, f"{member.size} bytes by its header, {location.size} by the index")
-        key, _ = split_name(member.name)
-        return Sample(index, key, name, location.label, data)
-
-    def close(self) -> None:
-        """Closes all shards; reading on opens them again."""
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptors": OrderedDict()}
-
-    def _open(self, shard_number: int) -> int:
-        if self._owner != os.getpid():  # a forked child: close its copies, which leaves the parent's open
-            self.close()
-            self._owner = os.getpid()
-        if shard_number in self._descriptors:
-            self._descriptors.move_to_end(shard_number)
-            return self._descriptors[shard_number]
-        if len(self._descriptors) >= self.max_open:
-            os.close(self._descriptors.popitem(last=False)[1])
-        shard = self.shards.root / self.shards.manifest.shards[shard_number].name
-        try:
-            descriptor = os.open(shard, os.O_RDONLY)
-        except OSError as error:
-            raise DataError(f"shard {shard} can not be opened: {error.strerror}") from error
-        self._descriptors[shard_number] = descriptor
-        return descriptor
-
-    def _changed(self, shard_name: str, index: int, what: str) -> DataError:
-        root = self.shards.root
-        return DataError(
-            f"shard {root / shard_name} was changed after it was indexed: sample {index} has {what}; "
-            f"index it again with `{INDEX_COMMAND} {root}`"
-        )
+        raise DataError(f"{source} points outside its shards; {remedy}")
 
 
 def split_name(member_name: str) -> tuple[str, str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from data.shards import ShardReader, open_shards
+from data.reader import ShardReader
+from data.shards import open_shards
 
 
 def image_bytes(value: int = 0, image_format: str = "PNG", size: int = 4, mode: str = "L") -> bytes:

@@ -12,7 +12,8 @@ from sklearn.datasets import load_digits
 
 from data.digits import digits_shards
 from data.errors import DataError
-from data.shards import ShardReader, open_shards
+from data.reader import ShardReader
+from data.shards import open_shards
 
 
 @pytest.fixture(scope="module")

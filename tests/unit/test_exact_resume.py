@@ -9,7 +9,8 @@ import pytest
 
 import data.loader
 from data.loader import BatchLoader, DataConfig
-from data.shards import ShardReader, ShardSet, open_shards
+from data.reader import ShardReader
+from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.writer import list_images, write_shards
 from tests.conftest import write_pictures

@@ -17,7 +17,8 @@ from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from data.errors import DataError
 from data.evaluation import evaluation_batches
-from data.shards import ShardReader, ShardSet, open_shards
+from data.reader import ShardReader
+from data.shards import ShardSet, open_shards
 from data.transforms import Normalization
 from data.writer import list_images, write_shards
 from models.formats import PretrainedEncoder, load_encoder

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from data.errors import BadImage, DataError
 from data.loader import BatchLoader, DataConfig
-from data.shards import ShardReader, ShardSet
+from data.reader import ShardReader
+from data.shards import ShardSet
 from data.stream import BatchPlan, SampleOrder, SubsetOrder, sample_seeds
 from data.subsets import choose_per_class, without
 from data.transforms import Normalization

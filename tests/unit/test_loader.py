@@ -12,7 +12,8 @@ from torch import Tensor
 from data.errors import DataError
 from data.indexing import index_tars
 from data.loader import Augment, Batch, BatchLoader, DataConfig, choose_normalization, leave_signals_to_parent, preview_images
-from data.shards import ShardReader, ShardSet, open_shards
+from data.reader import ShardReader
+from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import IMAGENET_MEAN
 from data.writer import list_images, write_shards
@@ -93,7 +94,7 @@ def damaged_shards(tmp_path: Path) -> ShardSet:
     shards = open_shards(tmp_path / "shards")
     for number in (3, 4, 10):
         place = shards.locate(number)
-        with (shards.root / shards.manifest.shards[place.shard_number].name).open("r+b") as file:
+        with Path(str(shards.place(place.shard_number))).open("r+b") as file:
             file.seek(place.offset)
             file.write(b"\0" * place.size)
     return shards
@@ -128,7 +129,7 @@ def test_data_that_cannot_be_read_at_all_ends_in_one_clear_error(tmp_path: Path,
 
 
 def test_shard_that_is_lost_on_the_way_ends_in_one_clear_error(damaged_shards: ShardSet) -> None:
-    (damaged_shards.root / damaged_shards.manifest.shards[1].name).unlink()
+    Path(str(damaged_shards.place(1))).unlink()
     with pytest.raises(DataError, match=damaged_shards.manifest.shards[1].name):
         load(damaged_shards, BatchPlan(8, 1, 1, 0), 0, 3)
 
@@ -157,6 +158,7 @@ def test_preview_leaves_unreadable_samples_out(damaged_shards: ShardSet) -> None
         {"batch_size_per_process": 0},
         {"num_workers": -1},
         {"crop_scale": (0.5, 0.2)},
+        {"max_bad_share": 1.5},
         {"flip_probability": 1.5},
     ],
 )

@@ -14,14 +14,13 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
+from data.reader import ShardReader
 from data.shards import (
     INDEX_NAME,
     MANIFEST_NAME,
     NO_LABEL,
     SAMPLE_DTYPE,
     Manifest,
-    ShardReader,
-    ShardSet,
     describe_manifest,
     open_shards,
     split_name,
@@ -86,11 +85,12 @@ def test_numbers_beyond_the_data_set_are_refused(written: Path, index: int) -> N
 
 def test_index_is_mapped_not_read(written: Path) -> None:
     shards = open_shards(written / MANIFEST_NAME)
-    assert isinstance(shards.index, np.memmap)
-    assert shards.index.dtype == SAMPLE_DTYPE
+    rows = shards.rows_of(shards.pieces[0])
+    assert isinstance(rows, np.memmap)
+    assert rows.dtype == SAMPLE_DTYPE
     assert isinstance(shards.labels, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
-        shards.index[0] = (0, 0, 0)
+        rows[0] = (0, 0, 0)
 
 
 def test_manifest_round_trip(written: Path) -> None:
@@ -261,7 +261,7 @@ def _keep(reader: ShardReader) -> None:
 
 def _read_in_child() -> tuple[str, bool, int]:
     reader = _in_child[0]
-    return reader.read(12).key, isinstance(reader.shards.index, np.memmap), len(reader._descriptors)
+    return reader.read(12).key, isinstance(reader.shards.labels, np.memmap), len(reader._descriptors)
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -278,8 +278,8 @@ def test_reader_opens_its_own_descriptors_in_each_process(written: Path, method:
 
 def test_pickle_is_cheap_and_whole(written: Path) -> None:
     shards = open_shards(written)
-    size = len(pickle.dumps(ShardSet(shards.root, shards.manifest)))
-    assert len(shards.index) == shards.first_sample[-1]  # both are cached now
+    size = len(pickle.dumps(dataclasses.replace(shards)))
+    assert len(shards.labels) == shards.first_sample[-1]  # both are cached now
     assert len(pickle.dumps(shards)) == size
     assert size < 4000
     again = pickle.loads(pickle.dumps(shards))

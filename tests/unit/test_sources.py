@@ -15,7 +15,8 @@ import pytest
 
 from data import sources
 from data.errors import DataError
-from data.shards import NO_LABEL, ShardReader, ShardSet
+from data.reader import ShardReader
+from data.shards import NO_LABEL, ShardSet
 from data.sources import open_dataset
 from data.writer import list_images, write_shards
 from tests.shard_files import make_files
@@ -373,7 +374,7 @@ def test_without_locks_the_first_to_finish_wins(
 
 def test_damaged_packs_say_what_to_delete(photos: Path) -> None:
     folder = open_dataset(str(photos)).root
-    (folder / "000000.tar").unlink()
+    Path(str(folder), "000000.tar").unlink()
     with pytest.raises(DataError, match=f"delete {folder}, and it is made again"):
         open_dataset(str(photos))
 
