@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from data.errors import BadImage
+from data.jpeg import exif_orientation
 
 # 8192 x 8192. Pillow refuses by itself above 2 * Image.MAX_IMAGE_PIXELS = 179 million, so a higher limit ends there.
 MAX_PIXELS = 2**26
@@ -103,7 +104,8 @@ def _find_signature(data: bytes) -> _Signature | None:
     return next((s for s in _SIGNATURES if data.startswith(s.magic, s.offset)), None)
 
 
-def _check_pixels(height: int, width: int, max_pixels: int) -> None:
+def check_pixels(height: int, width: int, max_pixels: int) -> None:
+    """Raises BadImage for an image of more than `max_pixels`."""
     if height * width > max_pixels:
         raise BadImage(f"{height} x {width} pixels are more than the limit of {max_pixels}", "too_many_pixels")
 
@@ -137,7 +139,7 @@ def _load(data: bytes, pillow_format: str, max_pixels: int) -> Image.Image:
     try:
         # One named format: an unexpected one (EPS starts a Ghostscript process) is never tried.
         image = Image.open(io.BytesIO(data), formats=[pillow_format])
-        _check_pixels(image.height, image.width, max_pixels)
+        check_pixels(image.height, image.width, max_pixels)
         image.load()
     except BadImage:
         raise
@@ -156,12 +158,7 @@ def _load(data: bytes, pillow_format: str, max_pixels: int) -> Image.Image:
 
 def _turn_upright(image: Image.Image) -> Image.Image:
     """Returns the picture as it was seen through the camera, by its EXIF orientation."""
-    try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    # Broken metadata around a sound picture, raised as any of the classes in `_load`: nothing is known, nothing turned.
-    except Exception:
-        return image
-    method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
+    method = _UPRIGHT.get(exif_orientation(image))
     return image if method is None else image.transpose(method)
 
 
@@ -215,7 +212,7 @@ def _decode_npy(data: bytes, num_channels: int | None, max_pixels: int) -> np.nd
                 f"the array has shape {shape} and type {dtype}; expected (H, W) or (H, W, C) of uint8 or uint16",
                 "pixel_type",
             )
-        _check_pixels(shape[0], shape[1], max_pixels)
+        check_pixels(shape[0], shape[1], max_pixels)
         # numpy reserves memory by the header, so a header that promises too much must not reach it.
         if dtype.itemsize * int(np.prod(shape)) > len(data):
             raise BadImage(f"the array of shape {shape} is cut off after {len(data)} bytes", "truncated")

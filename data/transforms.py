@@ -108,10 +108,27 @@ def random_crop_box(
     return CropBox((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
 
 
+def draw_crop(seed: int, height: int, width: int, scale: tuple[float, float], flip_probability: float) -> tuple[CropBox, bool]:
+    """Draws what `random_resized_crop_flip` does to an image of this size: the box, and whether it is flipped.
+
+    Args:
+        seed: any int64.
+        height: of the upright image, in pixels.
+        width: of the upright image, in pixels.
+        scale: area of the crop as a share of the image's.
+        flip_probability: chance of a left-right flip, 0..1.
+    """
+    random = np.random.Generator(np.random.Philox(key=seed % 2**64))
+    box = random_crop_box(random, height, width, scale)
+    return box, random.random() < flip_probability
+
+
 def random_resized_crop_flip(
     image: Tensor, seed: int, size: tuple[int, int], scale: tuple[float, float], flip_probability: float
 ) -> Tensor:
     """Crops at random, resizes (bicubic, antialiased) and flips; a pure function of image and seed.
+
+    `data.crops.random_crops` makes the same crops from an encoded image, with less work.
 
     Args:
         image: (C, H, W) uint8.
@@ -123,12 +140,9 @@ def random_resized_crop_flip(
     Returns:
         (C, *size) uint8.
     """
-    random = np.random.Generator(np.random.Philox(key=seed % 2**64))
-    box = random_crop_box(random, image.shape[-2], image.shape[-1], scale)
+    box, is_flipped = draw_crop(seed, image.shape[-2], image.shape[-1], scale, flip_probability)
     image = F.resized_crop(image, *box, list(size), interpolation=InterpolationMode.BICUBIC, antialias=True)
-    if random.random() < flip_probability:
-        image = image.flip(-1)
-    return image
+    return image.flip(-1) if is_flipped else image
 
 
 def center_crop_resized(image: Tensor, size: tuple[int, int], crop_pct: float = 1.0) -> Tensor:
