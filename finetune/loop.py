@@ -30,10 +30,12 @@ from finetune.distill import Teacher, distillation_loss, load_teacher
 from finetune.evaluate import EvaluationSet, Scores, draw_confusion, evaluate
 from finetune.labelled import LabelledData, check_channels, open_training_data
 from finetune.report import best_top1, describe_run, export_classifier, finish_report, input_sheet
+from models.attention import choose_attention
 from models.formats import PretrainedEncoder, load_encoder
 from models.heads import Classifier, build_classifier
 from training.checkpoint import checkpoint_path, save_checkpoint
 from training.cli import UserError
+from training.faults import FaultLog
 from training.features import weights_hash
 from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
@@ -128,6 +130,8 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     )  # fmt: skip
     horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(data.rows), plan.global_batch_size)
     classifier.to(accelerator.device)
+    dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+    choose_attention(classifier.vit, accelerator.device.type, dtype)
     if teacher is not None:
         teacher.model.to(accelerator.device)
     ema = None
@@ -257,7 +261,10 @@ def train(run: Finetuning) -> int:
     mixing = Mixing(config, run.num_classes, accelerator.device)
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
     eval_every = max(1, round(config.eval_every_epochs * len(run.data.rows) / run.plan.global_batch_size))
-    log = RunLog(accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock)
+    log = RunLog(
+        accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock,
+        FaultLog(accelerator, run.folder, run.start_step, run.plan, config.data.max_bad_share),
+    )  # fmt: skip
     step, stopped, scores = run.start_step, False, None
     run.classifier.train()
     with StopRequest() as stop, log, contextlib.closing(clock.watch(iter(build_loader(run)))) as batches:
@@ -304,7 +311,7 @@ def build_loader(run: Finetuning) -> BatchLoader:
 
 
 def train_step(
-    run: Finetuning, step: int, batches: Iterator[Batch], mixing: Mixing, meters: Meters, faults: list[str]
+    run: Finetuning, step: int, batches: Iterator[Batch], mixing: Mixing, meters: Meters, faults: FaultLog
 ) -> Tensor:
     """Does one optimizer step: accumulated micro-batches, then the update.
 
@@ -354,6 +361,7 @@ def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters
 
     Raises:
         UserError: the loss or the gradient is not finite.
+        SystemExit: too many samples are unreadable; a checkpoint is saved.
     """
     if step == log.last_step:
         return
@@ -363,6 +371,9 @@ def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters
     first = log.last_step + 1
     log.write(step, {"loss": loss, "lr": lr, "grad_norm": grad_norm, "epoch": epoch}, headline=f"loss {loss:.4f}")
     require_finite(loss, grad_norm, first, step)
+    if log.faults.too_many:
+        save(run, step)
+        log.faults.end_run()
 
 
 def share_buffers(model: nn.Module) -> None:

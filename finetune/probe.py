@@ -156,10 +156,11 @@ class _GridTraining:
 def principal_axes(
     features: Mapping[str, Tensor], moments: Mapping[str, tuple[Tensor, Tensor]], parts: tuple[str, ...], rows: Tensor
 ) -> Tensor:
-    """The axes along which standardised features are uncorrelated, each scaled to a variance of 1.
+    """The axes along which standardised features are uncorrelated, each scaled to the square root of its deviation.
 
     An encoder's features are strongly correlated, and AdamW, whose steps follow the axes, then needs many times more of them.
-    The classifier stays a linear one: the axes are multiplied into its weights.
+    Scaled to equal variance, the axes of least variance, mostly noise, would be learnt as fast as the others; left as they are,
+    hardly at all. The classifier stays a linear one: the axes are multiplied into its weights.
 
     Args:
         features: name -> (N, .).
@@ -175,7 +176,7 @@ def principal_axes(
         standard = torch.cat([(features[part][chunk] - moments[part][0]) / moments[part][1] for part in parts], dim=1)
         correlation = correlation + (standard.T @ standard).double().cpu() / len(rows)
     variances, axes = torch.linalg.eigh(correlation)
-    return (axes / variances.clamp_min(1e-7 * variances.max()).sqrt()).float().to(rows.device)
+    return (axes / variances.clamp_min(1e-7 * variances.max()).sqrt().sqrt()).float().to(rows.device)
 
 
 def fit_linear_grids(

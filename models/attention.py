@@ -6,6 +6,7 @@ Shapes: B batch, L tokens, Q querying tokens (the last Q of L), D width, h heads
 import timm.layers.attention
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 # Up to this many keys, plain matmuls beat torch's fused call on a CPU in 16-bit floats; beyond, the L x L scores leave the
@@ -22,6 +23,23 @@ def prefers_plain_attention(device_type: str, dtype: torch.dtype, num_keys: int)
         num_keys: L.
     """
     return device_type == "cpu" and dtype in (torch.bfloat16, torch.float16) and num_keys <= CPU_PLAIN_MAX_KEYS
+
+
+def choose_attention(vit: VisionTransformer, device_type: str, dtype: torch.dtype) -> None:
+    """Sets how a timm ViT attends, in place: by plain products where these are faster than torch's fused call.
+
+    The arithmetic is the same. timm decides for all devices alike, in favour of the fused call.
+
+    Args:
+        vit: whose blocks are set.
+        device_type: where it will run.
+        dtype: of its matrix products.
+    """
+    num_tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
+    for module in vit.modules():
+        if isinstance(module, timm.layers.attention.Attention):
+            # Through its dictionary: timm declares the attribute Final, for torch.jit.
+            vars(module)["fused_attn"] = not prefers_plain_attention(device_type, dtype, num_tokens)
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

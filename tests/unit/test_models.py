@@ -1,10 +1,12 @@
 import dataclasses
 
 import pytest
+import timm.layers.attention
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from models.attention import Attention, attend, prefers_plain_attention
+from models.attention import Attention, attend, choose_attention, prefers_plain_attention
 from models.decoder import DecoderBlock
 from models.encoder import Encoder
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
@@ -235,3 +237,21 @@ def test_stochastic_depth_is_accepted_for_fine_tuning() -> None:
     images = torch.randn(8, 3, 16, 16)
     assert not torch.equal(encoder.train().forward_features(images), encoder.forward_features(images))
     assert torch.equal(encoder.eval().forward_features(images), encoder.forward_features(images))
+
+
+def fused_in_blocks(vit: VisionTransformer) -> list[bool]:
+    return [module.fused_attn for module in vit.modules() if isinstance(module, timm.layers.attention.Attention)]
+
+
+def test_a_timm_vit_attends_by_the_faster_way_and_to_the_same_result() -> None:
+    torch.manual_seed(0)
+    vit = VisionTransformer(img_size=32, patch_size=4, embed_dim=32, depth=2, num_heads=4, num_classes=5).eval()
+    images = torch.randn(2, 3, 32, 32)
+    choose_attention(vit, "cpu", torch.float32)
+    assert fused_in_blocks(vit) == [True, True]
+    fused = vit(images)
+    choose_attention(vit, "cpu", torch.bfloat16)
+    assert fused_in_blocks(vit) == [False, False]
+    torch.testing.assert_close(vit(images), fused, atol=1e-5, rtol=1e-5)
+    choose_attention(vit, "cuda", torch.bfloat16)
+    assert fused_in_blocks(vit) == [True, True]
