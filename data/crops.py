@@ -26,7 +26,7 @@ from PIL import Image
 from torch import Tensor
 
 from data.decode import check_pixels, decode_image
-from data.jpeg import FACTORS, MIN_REDUCED_PX, JpegHeader, decode_jpeg, load_simplejpeg, read_jpeg_header, scratch
+from data.jpeg import FACTORS, MIN_REDUCED_PX, UPRIGHT, JpegHeader, decode_jpeg, load_simplejpeg, read_jpeg_header, scratch
 from data.transforms import CropBox, draw_crop, random_resized_crop_flip
 
 MAX_FAST_REDUCTION = 2.7
@@ -66,19 +66,6 @@ class _View(NamedTuple):
     flips_rows: bool
     flips_columns: bool
     swaps_axes: bool
-
-
-_UPRIGHT = {
-    1: (False, False, False),
-    2: (False, True, False),
-    3: (True, True, False),
-    4: (True, False, False),
-    5: (False, False, True),
-    6: (True, False, True),
-    7: (True, True, True),
-    8: (False, True, True),
-}
-"""EXIF orientation -> whether rows are flipped, columns are flipped, and then rows and columns swapped."""
 
 
 def random_crops(
@@ -124,7 +111,7 @@ def random_crops(
 
 def _view(header: JpegHeader, seed: int, size: tuple[int, int], scale: tuple[float, float], flip_probability: float) -> _View:
     """Draws a crop of the upright picture and finds it in the stored one."""
-    flips_rows, flips_columns, swaps_axes = _UPRIGHT[header.orientation]
+    flips_rows, flips_columns, swaps_axes = UPRIGHT[header.orientation]
     height, width = (header.width, header.height) if swaps_axes else (header.height, header.width)
     box, is_flipped = draw_crop(seed, height, width, scale, flip_probability)
     top, left, height, width = box
@@ -151,7 +138,7 @@ def _crops_of_jpeg(data: bytes, header: JpegHeader, num_channels: int, views: li
         pixels = _decode_reduced_by_pillow(data, header, factor) if factor > 1 else None
     if pixels is None:
         return None
-    return [_finish(_cut_and_resize(pixels, view, factor, num_channels, cv2), view, num_channels) for view in views]
+    return [_finish(_cut_and_resize(pixels, view, factor, num_channels, cv2), view, num_channels, cv2) for view in views]
 
 
 def _reduction(header: JpegHeader, views: list[_View]) -> int:
@@ -207,9 +194,18 @@ def _resize_by_opencv(region: np.ndarray, size: tuple[int, int], cv2: Any) -> np
     return cv2.resize(region, size[::-1], resized, interpolation=cv2.INTER_CUBIC)
 
 
-def _finish(crop: np.ndarray, view: _View, num_channels: int) -> Tensor:
+_FLIP_CODES = {(True, False): 0, (False, True): 1, (True, True): -1}
+"""(rows, columns) -> what opencv calls it."""
+
+
+def _finish(crop: np.ndarray, view: _View, num_channels: int, cv2: Any) -> Tensor:
     """Turns (h, w) or (h, w, 3) upright, flips it, and copies it to a tensor (C, H, W) of its own."""
-    crop = crop[:: -1 if view.flips_rows else 1, :: -1 if view.flips_columns else 1]
+    flips = (view.flips_rows, view.flips_columns)
+    if cv2 and crop.ndim == 3 and not view.swaps_axes:  # the common case, in half the time
+        result = np.empty((3, *view.size), np.uint8)
+        cv2.split(cv2.flip(crop, _FLIP_CODES[flips]) if any(flips) else crop, list(result))
+        return torch.from_numpy(result)
+    crop = crop[:: -1 if flips[0] else 1, :: -1 if flips[1] else 1]
     if view.swaps_axes:
         crop = crop.swapaxes(0, 1)
     result = np.empty((num_channels, *crop.shape[:2]), np.uint8)

@@ -8,6 +8,7 @@ Shape letters: C channels, H W pixels.
 
 import functools
 import io
+import math
 import threading
 from types import ModuleType
 from typing import NamedTuple
@@ -21,6 +22,18 @@ for them: 7/8, 6/8 and 5/8 take longer than the whole image, 3/8 as long as 1/2.
 
 MIN_REDUCED_PX = 64
 """Narrower images are decoded whole: nothing is gained, and factors differ by less than a pixel."""
+
+UPRIGHT = {
+    1: (False, False, False),
+    2: (False, True, False),
+    3: (True, True, False),
+    4: (True, False, False),
+    5: (False, False, True),
+    6: (True, False, True),
+    7: (True, True, True),
+    8: (False, True, True),
+}
+"""EXIF orientation -> whether rows are flipped, columns are flipped, and then rows and columns swapped."""
 
 _MAX_SCRATCH_BYTES = 16 * 2**20
 """Larger images get memory of their own, which is given back."""
@@ -38,6 +51,8 @@ class JpegHeader(NamedTuple):
     """EXIF's, 1..8; 1 also where there is none, or one that means nothing."""
     height_offset: int | None
     """Where in the file the height stands, or None where rows at the bottom can not be left out."""
+    block_rows: int
+    """The picture is stored in stripes of so many rows: 8, or 16 where colours have half the rows."""
 
 
 def exif_orientation(image: Image.Image) -> int:
@@ -55,7 +70,7 @@ _START_OF_SCAN, _RESTART_INTERVAL = 0xDA, 0xDD
 _SEQUENTIAL, _PROGRESSIVE = (0xC0, 0xC1), 0xC2
 _FRAMES = (*_SEQUENTIAL, _PROGRESSIVE)
 _TABLES = (0xC4, 0xDB)  # Huffman, quantisation
-_JFIF, _ADOBE, _COMMENT = 0xE0, 0xEE, 0xFE
+_JFIF, _PROFILE, _ADOBE, _COMMENT = 0xE0, 0xE2, 0xEE, 0xFE
 
 
 class _Segment(NamedTuple):
@@ -70,6 +85,8 @@ class _Segment(NamedTuple):
             return self.body.startswith(b"JFIF\0") and len(self.body) >= 14
         if self.marker == _ADOBE:
             return self.body.startswith(b"Adobe") and len(self.body) >= 12
+        if self.marker == _PROFILE:
+            return self.body.startswith(b"ICC_PROFILE\0") and len(self.body) >= 14
         return self.marker in (*_FRAMES, *_TABLES, _COMMENT, _RESTART_INTERVAL, _START_OF_SCAN)
 
 
@@ -81,7 +98,7 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
     """
     segments = _segments(data)
     frames = [segment for segment in segments if segment.marker in _FRAMES]
-    if len(frames) != 1 or len(frames[0].body) < 6:
+    if len(frames) != 1 or len(frames[0].body) < 6 or len(frames[0].body) < 6 + 3 * frames[0].body[5]:
         return None
     frame, scan = frames[0], segments[-1]
     height, width = int.from_bytes(frame.body[1:3]), int.from_bytes(frame.body[3:5])
@@ -103,7 +120,8 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
         if orientation is None:
             return None
     height_offset = frame.offset + 5 if can_leave_rows_out else None
-    return JpegHeader(height, width, num_components == 1, orientation, height_offset)
+    block_rows = 8 if num_components == 1 else 8 * max(sampling & 15 for sampling in frame.body[7::3])
+    return JpegHeader(height, width, num_components == 1, orientation, height_offset, block_rows)
 
 
 def _segments(data: bytes) -> list[_Segment]:
@@ -142,7 +160,7 @@ class Scratch(threading.local):
 
     def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         """Returns an array of uint8 with any content, overwritten by the next call with this name in this thread."""
-        num_bytes = int(np.prod(shape))
+        num_bytes = math.prod(shape)
         if num_bytes > _MAX_SCRATCH_BYTES:
             return np.empty(shape, np.uint8)
         block = self.blocks.get(name)
@@ -188,8 +206,9 @@ def decode_jpeg(data: bytes, header: JpegHeader, factor: int = 1, bottom: int | 
         return None
     height, source = header.height, data
     if bottom is not None and header.height_offset is not None:
-        # Where colours are stored at half the rows, the row below takes part. Blocks are 8 or 16 rows high.
-        height = min(height, (bottom + 2 + 15) // 16 * 16)
+        # Where colours are stored at fewer rows, the next of them takes part in the row above.
+        bottom += header.block_rows - 8
+        height = min(height, -(-bottom // header.block_rows) * header.block_rows)
         if height < header.height:
             # The decoder believes in a lower picture and stops after its last row: most of its time goes into reading codes.
             source = bytearray(data)
