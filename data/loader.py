@@ -15,12 +15,15 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from webdataset.filters import batched
 from webdataset.pipeline import DataPipeline
 
+from data.cache import shard_cache
 from data.decode import decode_image
 from data.errors import BadImage, DataError
 from data.faults import CHECK_COMMAND, Fault, count_causes, describe_counts
+from data.protocols import FetchConfig
 from data.reader import ShardReader
 from data.shards import ShardSet
-from data.stream import LANES, BatchPlan, Order
+from data.sources import open_dataset
+from data.stream import LANES, BatchPlan, MixedOrder, Order, SampleOrder
 from data.transforms import Normalization, center_crop_resized, default_normalization, random_resized_crop_flip
 
 MAX_BAD_IN_A_ROW = 100
@@ -32,8 +35,20 @@ class DataConfig:
     """Where the images come from and how they are read."""
 
     train: str = ""
-    """Folder of shards with a manifest (scripts/make_shards.py makes one), or "digits": scikit-learn's 1,797 handwritten
-    digits, written to shards in the cache folder on first use."""
+    """Folder of images, table of images, or shards (scripts/make_shards.py makes them): a folder, here or at a URL (https://,
+    s3://, ...), a pattern over one ("set/{000..099}.tar"), a .txt list of them; several of these with :: between; or "digits":
+    scikit-learn's 1,797 handwritten digits."""
+    weights: tuple[float, ...] = ()
+    """Of several sources, the share of each in what is trained on, above 0; each is then repeated as often as it takes, and an
+    epoch is as many samples as all have together. Empty: every sample of every source once an epoch."""
+    cache_dir: str = ""
+    """Folder that keeps shards from elsewhere, shared by all processes of a machine; empty: `shards` in the user's cache."""
+    cache_gib: float = 0.0
+    """What that folder may hold, in GiB; 0: 100, or half of what its disk has room for."""
+    read_timeout_s: float = 60.0
+    """Longest silence of a server that shards are fetched from, in seconds, above 0."""
+    allow_pipe: bool = False
+    """Whether commands may be run: a source "pipe:COMMAND {name}" is what COMMAND prints."""
     batch_size_per_process: int = 64
     """Images that one process feeds its model at once, at least 1."""
     num_workers: int = 2
@@ -71,6 +86,8 @@ class DataConfig:
         _check_range("data.prefetch_batches", self.prefetch_batches, 1)
         _check_range("data.shuffle_window", self.shuffle_window, 1)
         _check_range("data.lanes", self.lanes, 1)
+        _check_range("data.cache_gib", self.cache_gib, 0)
+        _check_range("data.read_timeout_s", self.read_timeout_s, 0.001)
         _check_range("data.views_per_image", self.views_per_image, 1)
         if self.batch_size_per_process % self.views_per_image:
             raise ValueError(
@@ -132,6 +149,54 @@ def choose_normalization(config: DataConfig, shards: ShardSet, num_channels: int
     return Normalization(config.mean, config.std)
 
 
+def open_source(source: str, config: DataConfig, *, labelled: bool = False) -> ShardSet:
+    """Opens a source of images, with the patience and the cache of the config for what lies elsewhere.
+
+    Args:
+        source: as of `open_dataset`.
+        config: settings.
+        labelled: every sample must have a label.
+
+    Raises:
+        DataError: see `open_dataset`.
+    """
+    fetch = FetchConfig(read_timeout_s=config.read_timeout_s, allow_pipe=config.allow_pipe)
+    return open_dataset(source, labelled=labelled, cache=shard_cache(config.cache_dir, config.cache_gib, fetch))
+
+
+def build_order(shards: ShardSet, config: DataConfig, seed: int) -> SampleOrder | MixedOrder:
+    """The order of a data set, or of a mixture where its sources have weights.
+
+    Args:
+        shards: the data set.
+        config: window, lanes, weights.
+        seed: of the run.
+
+    Raises:
+        DataError: the weights do not fit the sources.
+    """
+    if not config.weights:
+        return SampleOrder(shards.first_sample, seed, config.shuffle_window, config.lanes)
+    if len(config.weights) != len(shards.parts):
+        raise DataError(
+            f"data.weights has {len(config.weights)} numbers for {len(shards.parts)} source(s); expected one for each, in the "
+            "order of --data.train A::B"
+        )
+    parts = []
+    for first, stop in shards.parts:
+        shard_range = slice(*np.searchsorted(shards.first_sample, [first, stop]))
+        edges = np.append(shards.first_sample[shard_range], stop) - first
+        parts.append(SampleOrder(edges, seed, config.shuffle_window, config.lanes))
+    try:
+        return MixedOrder(tuple(parts), tuple(first for first, _ in shards.parts), config.weights, seed)
+    except ValueError as error:
+        raise DataError(f"data.weights: {error}") from error
+
+
+LOOK_AHEAD = 8192
+"""So many samples ahead of the one that is read, shards from elsewhere are fetched, at least."""
+
+
 class PlannedSamples(IterableDataset):
     """The source of the pipeline: raw samples in the order of the plan, in webdataset's form.
 
@@ -151,10 +216,22 @@ class PlannedSamples(IterableDataset):
         worker = get_worker_info()
         part, num_parts = (worker.id, worker.num_workers) if worker else (0, 1)
         with ShardReader(self.shards, max_open=self.max_open) as reader:
+            looked_until = self.start_step
             for batch in self.plan.micro_batches(self.order.lanes, self.start_step, self.stop_step, part, num_parts):
+                if self.shards.cache is not None and batch.step >= looked_until:
+                    num_steps = -(-LOOK_AHEAD // (self.plan.batch_size_per_process * self.plan.accum_steps))
+                    looked_until = batch.step + num_steps
+                    reader.prefetch(self.shards_of(batch.step, min(looked_until + num_steps, self.stop_step)))
                 part_of_stream = self.order.resolve(batch.positions, self.plan.views_per_image)
                 for index, seeds in zip(part_of_stream.indices.tolist(), part_of_stream.seeds.tolist(), strict=True):
                     yield read_sample(reader, index) | {"seeds": seeds}
+
+    def shards_of(self, start_step: int, stop_step: int) -> list[int]:
+        """The shards that this process reads in some steps, in the order in which it comes to them."""
+        batches = self.plan.micro_batches(self.order.lanes, start_step, stop_step)
+        positions = np.concatenate([batch.positions for batch in batches])
+        numbers = np.searchsorted(self.shards.first_sample, self.order.resolve(positions).indices, side="right") - 1
+        return list(dict.fromkeys(numbers.tolist()))
 
 
 def read_sample(reader: ShardReader, index: int) -> dict[str, Any]:

@@ -25,6 +25,11 @@ MAY_CHANGE_ON_RESUME = (
     "data.val",
     "data.num_workers",
     "data.prefetch_batches",
+    "data.cache_dir",
+    "data.cache_gib",
+    "data.read_timeout_s",
+    "data.allow_pipe",
+    "data.max_bad_share",
     "data.eval_batch_size",
 )
 """Settings that may differ when a run is continued: none changes what is learnt."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.errors import DataError
+from data.loader import open_source
 from data.shards import ShardSet
-from data.sources import open_dataset
 from data.subsets import choose_per_class, without
 from finetune.config import LabelledDataConfig
 from finetune.evaluate import EvaluationSet
@@ -63,7 +63,9 @@ def open_training_data(config: LabelledDataConfig, seed: int) -> LabelledData:
             "no labelled data given: --data.train takes a folder of shards, a folder of class folders, a CSV table with the "
             'columns path and label, or "digits-train"'
         )
-    train = open_dataset(config.train, labelled=True)
+    if config.weights:
+        raise UserError("data.weights is for pretraining: fine-tuning reads every labelled image once an epoch; take it away")
+    train = open_source(config.train, config, labelled=True)
     names = train.manifest.class_names
     labels = np.asarray(train.labels)
     num_classes = len(names) if names else int(labels.max()) + 1
@@ -79,7 +81,7 @@ def open_training_data(config: LabelledDataConfig, seed: int) -> LabelledData:
     rows = np.arange(len(train))
     val, val_rows = None, None
     if config.val:
-        val = open_dataset(config.val, labelled=True)
+        val = open_source(config.val, config, labelled=True)
         check_class_names(names, num_classes, val, str(train.root))
     elif config.held_out:
         val, val_rows = train, choose_per_class(labels, config.held_out, None, seed, leave_one=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 from tqdm import tqdm
 
-from data.sources import open_dataset
+from data.loader import open_source
 from data.transforms import Normalization
 from finetune.config import FinetuneConfig
 from finetune.evaluate import EvaluationSet, describe_scores, evaluate, write_scores
@@ -41,7 +41,7 @@ def measure_only(config: FinetuneConfig) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     accelerator = build_accelerator(config.run, folder)
-    shards = open_dataset(config.data.val, labelled=True)
+    shards = open_source(config.data.val, config.data, labelled=True)
     check_channels(shards, trained.in_chans, f"the classifier {config.encoder}")
     check_class_names(trained.class_names, trained.model.num_classes, shards, config.encoder)
     data = EvaluationSet(

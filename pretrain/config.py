@@ -28,6 +28,11 @@ MAY_CHANGE_ON_RESUME = (
     "data.train",  # the folder may have moved: that it holds the same data is checked by the manifest's hash
     "data.num_workers",
     "data.prefetch_batches",
+    "data.cache_dir",
+    "data.cache_gib",
+    "data.read_timeout_s",
+    "data.allow_pipe",
+    "data.max_bad_share",
     "data.batch_size_per_process",  # the global batch must stay the same, and is checked
     "optim.accum_steps",
     "probe.train",

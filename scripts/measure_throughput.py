@@ -6,8 +6,7 @@ python scripts/measure_throughput.py --data.train photo-shards --images_per_seco
 from dataclasses import dataclass, field
 
 from data.errors import DataError
-from data.loader import DataConfig
-from data.sources import open_dataset
+from data.loader import DataConfig, open_source
 from data.throughput import Measurement, measure_loader, measure_stages, workers_needed
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
@@ -43,7 +42,7 @@ def main() -> None:
     """Measures as the command line says."""
     with user_errors():
         config = parse_args(ThroughputConfig, prog="scripts/measure_throughput.py")
-        shards = open_dataset(config.data.train)
+        shards = open_source(config.data.train, config.data)
         num_channels = config.in_chans or shards.manifest.num_channels or 3
         measured = measure_stages(shards, config.data, config.img_size, num_channels, config.seconds)
         print("\n".join(describe(measured, config)))
@@ -67,9 +66,7 @@ def describe(measured: Measurement, config: ThroughputConfig) -> list[str]:
         f"  {'(decode whole, no crop)':<28}{measured.whole_decode.rate:>10,.0f}",
     ]
     read_bytes = measured.rate * measured.mean_bytes / config.data.views_per_image
-    lines.append(
-        f"one core, doing all of it, reads {read_bytes / 1e6:,.1f} MB/s; files in the system's cache are read faster than others"
-    )
+    lines.append(f"one core, doing all of it, reads {read_bytes / 1e6:,.1f} MB/s; files held in memory are read faster")
     if measured.num_faults:
         lines.append(f"warning: {measured.num_faults} samples could not be read; `python scripts/check_shards.py` names them")
     if config.images_per_second is not None:

@@ -3,16 +3,28 @@ import multiprocessing
 import signal
 import tarfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from data.cache import shard_cache
 from data.errors import DataError
 from data.indexing import index_tars
-from data.loader import Augment, Batch, BatchLoader, DataConfig, choose_normalization, leave_signals_to_parent, preview_images
-from data.reader import ShardReader
+from data.loader import (
+    Augment,
+    Batch,
+    BatchLoader,
+    DataConfig,
+    build_order,
+    choose_normalization,
+    leave_signals_to_parent,
+    open_source,
+    preview_images,
+)
+from data.reader import Sample, ShardReader
 from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import IMAGENET_MEAN
@@ -208,3 +220,68 @@ def test_readers_end_with_an_error_and_with_a_loop_that_is_left(picture_shards: 
     assert len(multiprocessing.active_children()) == 1
     batches.close()
     assert multiprocessing.active_children() == []
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Several sources, and sources elsewhere
+
+
+def united(folder: Path) -> str:
+    """Two data sets, of 30 and 12 pictures, as one source."""
+    for name, count in (("many", 30), ("few", 12)):
+        write_pictures(folder / name, count, size=(6, 6))
+        write_shards(list_images(folder / name), folder / f"{name}-shards", samples_per_shard=5, num_workers=0)
+    return f"{folder}/many-shards::{folder}/few-shards"
+
+
+def read_indices(shards: ShardSet, config: DataConfig, stop_step: int) -> Tensor:
+    order = build_order(shards, config, 0)
+    batches = BatchLoader(shards, config, BatchPlan(6, 1, 1, 0), order, (8, 8), 3, 0, stop_step)
+    return torch.cat([batch.indices for batch in batches])
+
+
+def test_without_weights_every_sample_of_every_source_comes_once(tmp_path: Path) -> None:
+    shards = open_source(united(tmp_path), CONFIG)
+    assert sorted(read_indices(shards, CONFIG, 7).tolist()) == list(range(42))
+
+
+def test_weights_set_the_share_of_each_source(tmp_path: Path) -> None:
+    source = united(tmp_path)
+    config = dataclasses.replace(CONFIG, weights=(1.0, 3.0))
+    indices = read_indices(open_source(source, config), config, 500)
+    of_few = indices >= 30
+    assert of_few.float().mean().item() == pytest.approx(0.75, abs=1e-6)
+    counts = torch.bincount(indices[of_few] - 30)
+    assert counts.max() - counts.min() <= 1  # without replacement within its own epochs
+    for weights, message in (((1.0,), "1 numbers for 2 source"), ((1.0, -1.0), "above 0")):
+        with pytest.raises(DataError, match=message):
+            build_order(open_source(source, config), dataclasses.replace(config, weights=weights), 0)
+
+
+def test_shards_from_elsewhere_are_asked_for_ahead_of_their_first_sample(
+    picture_shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every shard that is read was asked for in an earlier step, or in the first."""
+    asked: list[list[int]] = []
+    read: list[tuple[int, int]] = []  # shard, and how many requests there were by then
+
+    class Recorder(ShardReader):
+        def prefetch(self, shard_numbers: Iterable[int]) -> None:
+            asked.append(list(shard_numbers))
+
+        def read(self, index: int) -> Sample:
+            read.append((self.shards.locate(index).shard_number, len(asked)))
+            return super().read(index)
+
+    monkeypatch.setattr("data.loader.ShardReader", Recorder)
+    monkeypatch.setattr("data.loader.LOOK_AHEAD", 8)
+    elsewhere = dataclasses.replace(picture_shards, cache=shard_cache(tmp_path))
+    load(elsewhere, BatchPlan(4, 1, 1, 0), 0, 12)
+    assert len(asked) == 6
+    for shard, num_asked in read:
+        assert shard in {number for request in asked[:num_asked] for number in request}
+    ahead = [(shard, num_asked) for shard, num_asked in read if num_asked > 1]
+    assert all(shard in {number for request in asked[: num_asked - 1] for number in request} for shard, num_asked in ahead)
+    asked.clear()
+    load(picture_shards, BatchPlan(4, 1, 1, 0), 0, 3)  # what lies here is not asked for
+    assert not asked
