@@ -16,6 +16,7 @@ from webdataset.filters import batched
 from webdataset.pipeline import DataPipeline
 
 from data.cache import shard_cache
+from data.crops import crop_backend, random_crops
 from data.decode import decode_image
 from data.errors import BadImage, DataError
 from data.faults import CHECK_COMMAND, Fault, count_causes, describe_counts
@@ -24,7 +25,7 @@ from data.reader import ShardReader
 from data.shards import ShardSet
 from data.sources import open_dataset
 from data.stream import LANES, BatchPlan, MixedOrder, Order, SampleOrder
-from data.transforms import Normalization, center_crop_resized, default_normalization, random_resized_crop_flip
+from data.transforms import Normalization, center_crop_resized, default_normalization
 
 MAX_BAD_IN_A_ROW = 100
 """So many neighbouring unreadable samples end the run: the data, not a sample, is broken."""
@@ -193,6 +194,20 @@ def build_order(shards: ShardSet, config: DataConfig, seed: int) -> SampleOrder 
         raise DataError(f"data.weights: {error}") from error
 
 
+def describe_reading(shards: ShardSet, config: DataConfig, num_processes: int) -> str:
+    """One line on how a run reads its images."""
+    facts = [f"{config.num_workers * num_processes} reader process(es)", f"JPEG by {crop_backend()}"]
+    if config.views_per_image > 1:
+        facts.append(
+            f"{config.views_per_image} views of each image: reading all images once counts as {config.views_per_image} epochs"
+        )
+    if config.weights:
+        facts.append("sources mixed " + " : ".join(f"{weight / sum(config.weights):.1%}" for weight in config.weights))
+    if shards.cache is not None:
+        facts.append(f"shards from elsewhere kept in {shards.cache.folder}, at most {shards.cache.max_bytes / 2**30:.3g} GiB")
+    return ", ".join(facts)
+
+
 LOOK_AHEAD = 8192
 """So many samples ahead of the one that is read, shards from elsewhere are fetched, at least."""
 
@@ -277,15 +292,14 @@ class DecodeAndCrop:
         seeds, faults = sample["seeds"], list[Fault]()
         for _ in range(min(MAX_BAD_IN_A_ROW, self.order.num_samples)):
             try:
-                image = decode_image(sample["image"], self.num_channels, max_pixels=self.config.max_pixels)
+                crops = random_crops(
+                    sample["image"], self.num_channels, seeds, self.img_size, self.config.crop_scale,
+                    self.config.flip_probability, max_pixels=self.config.max_pixels,
+                )  # fmt: skip
             except BadImage as error:
                 faults.append(Fault(error.cause, sample["__url__"], sample["__key__"], str(error), sample["index"]))
                 sample = read_sample(reader, self.order.next_to(sample["index"]))
                 continue
-            crops = [
-                random_resized_crop_flip(image, seed, self.img_size, self.config.crop_scale, self.config.flip_probability)
-                for seed in seeds
-            ]
             if self.augment is not None:
                 crops = [self.augment(crop, seed) for crop, seed in zip(crops, seeds, strict=True)]
             about = {"index": sample["index"], "label": sample["label"], "faults": ()}

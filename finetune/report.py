@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torchvision.utils import make_grid
 
+from data.loader import describe_reading
 from data.stream import BatchPlan
 from finetune.config import FinetuneConfig
 from finetune.evaluate import EvaluationSet, Scores, describe_scores, write_scores
@@ -47,6 +48,7 @@ def describe_run(
     epochs = horizon.num_steps * plan.global_batch_size / len(data.rows)
     lines = {
         "data": f"{data.train.root}: {len(data.rows):,} of {len(data.train):,} images, {data.num_classes} classes",
+        "reading": describe_reading(data.train, config.data, plan.world_size),
         "measure": "nothing" if validation is None else f"{validation.shards.root}: {len(validation):,} images",
         "input": f"{encoder.in_chans} x {height} x {width} px, patches of {vit.patch_embed.patch_size[0]} px",
         "encoder": f"{origin}{config.encoder}: {vit.embed_dim} wide x {len(vit.blocks)} blocks",

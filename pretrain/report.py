@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
+from data.loader import describe_reading
 from data.shards import ShardSet
 from data.transforms import Normalization
 from models.encoder import count_parameters
@@ -46,6 +47,7 @@ def describe_run(
     height, width = config.model.img_size
     lines = {
         "data": f"{shards.root}: {len(shards):,} images in {len(shards.manifest.shards):,} shards",
+        "reading": describe_reading(shards, config.data, num_processes),
         "input": f"{config.model.in_chans} x {height} x {width} px, patches of {encoder.patch_size} px",
         "model": f"ViT-{config.model.name}: encoder {encoder.embed_dim} wide x {len(encoder.blocks)} blocks, "
         f"{count_parameters(encoder) / 1e6:.2f} M parameters; "

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm import tqdm
 
+from data.crops import crop_backend
 from data.stream import ORDER_VERSION
 from training.checkpoint import Checkpoint, newest_checkpoint, restore
 from training.cli import UserError, flat_config
@@ -33,6 +34,7 @@ def identity(config: Any, manifest_hash: str, global_batch_size: int, accelerato
         "global_batch_size": global_batch_size,
         "order_version": ORDER_VERSION,
         "dtype": compute_dtype(accelerator),
+        "jpeg_backend": crop_backend(),
     }
 
 
@@ -71,7 +73,9 @@ def resume(
     if checkpoint is None:
         return None
     was = checkpoint.config
-    changed = [f"{key} {was.get(key)} -> {now[key]}" for key in (*changes_the_run, "dtype") if was.get(key) != now[key]]
+    changed = [
+        f"{key} {was.get(key)} -> {now[key]}" for key in (*changes_the_run, "dtype", "jpeg_backend") if was.get(key) != now[key]
+    ]
     if changed and accelerator.is_main_process:
         tqdm.write(f"warning: the run goes on, but not as an uninterrupted one would: {', '.join(changed)}")
     if was["manifest_hash"] != now["manifest_hash"]:

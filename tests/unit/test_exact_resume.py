@@ -90,14 +90,14 @@ def test_a_resumed_run_decodes_just_what_it_delivers(
     shards: ShardSet, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 90 % of the first epoch to the end of the run: nothing before the position is read, nothing after the end."""
-    decode, count = data.loader.decode_image, multiprocessing.Value("i", 0)
+    decode, count = data.loader.random_crops, multiprocessing.Value("i", 0)
 
     def counting(*arguments: object, **options: object) -> object:
         with count.get_lock():
             count.value += 1
         return decode(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(data.loader, "decode_image", counting)
+    monkeypatch.setattr(data.loader, "random_crops", counting)
     images_per_step = GLOBAL_BATCH // CONFIG.views_per_image
     start = round(0.9 * NUM_SAMPLES / images_per_step)
     delivered = read(shards, Launch(1, num_workers), start, start + 5)

@@ -79,15 +79,15 @@ def test_a_subset_is_shuffled_over_its_shards() -> None:
 def test_an_unreadable_image_is_replaced_by_one_of_the_subset(
     picture_shards: ShardSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def decode(data: bytes, *_: object, **__: object) -> Tensor:
+    def decode(data: bytes, *_: object, **__: object) -> list[Tensor]:
         if data == broken:
             raise BadImage("broken")
-        return torch.zeros(3, 8, 8, dtype=torch.uint8)
+        return [torch.zeros(3, 8, 8, dtype=torch.uint8)]
 
     rows = np.array([3, 10, 40])
     with ShardReader(picture_shards) as reader:
         broken = reader.read(10).data
-    monkeypatch.setattr("data.loader.decode_image", decode)
+    monkeypatch.setattr("data.loader.random_crops", decode)
     order = SubsetOrder(rows, picture_shards.first_sample, 0, 8)
     loader = BatchLoader(picture_shards, DataConfig(num_workers=0), BatchPlan(3, 1, 1, 0), order, (8, 8), 3, 0, 1)
     (one,) = list(loader)
@@ -391,7 +391,7 @@ def test_labels_that_make_no_classes_are_refused(labels: list[int], message: str
     shards = FakeShards(labels)
     shards.manifest = FakeManifest()
     shards.manifest.class_names = ()
-    monkeypatch.setattr("finetune.labelled.open_dataset", lambda *_, **__: shards)
+    monkeypatch.setattr("finetune.labelled.open_source", lambda *_, **__: shards)
     with pytest.raises(UserError, match=message):
         open_training_data(LabelledDataConfig(train="x"), seed=0)
 
