@@ -120,7 +120,7 @@ class _Entry:
 
 def _entries(folder: Path) -> list[_Entry]:
     found = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(folder) as files:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
         for file in files:
             if _OURS.fullmatch(file.name):
                 with contextlib.suppress(FileNotFoundError):  # renamed or removed meanwhile
@@ -203,7 +203,7 @@ class ShardCache:
     def _open_kept(self, path: Path, num_bytes: int) -> int | None:
         try:
             descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise DataError(f"{path} can not be opened: {error.strerror}; it is only a copy: delete it") from error

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from data.errors import DataError
 from data.places import Place
-from data.protocols import Broken, FetchConfig, Refused, WrongContent, read_blocks
+from data.protocols import Broken, FetchConfig, Refused, WrongContent, ask, open_filesystem, read_blocks
 
 MAX_RETRIES_OF_WRONG = 2
 """So often a file that came whole, but with other content than expected, is fetched once more."""
@@ -92,6 +92,24 @@ def download(
             raise Stopped
     advice = "copy or index the data set again" if num_wrong else "check the network and the server, and start again"
     raise DataError(f"{place} can not be read: {attempt} attempts failed, the last because {reason}; {advice}")
+
+
+def list_remote(pattern: Place, config: FetchConfig) -> list[Place]:
+    """Lists the files that a pattern without braces stands for, sorted.
+
+    Raises:
+        DataError: the protocol has no listing, or the listing failed; it is not tried again.
+    """
+    if pattern.is_http or pattern.scheme == "pipe":
+        raise DataError(
+            f"{pattern} can not be listed by {pattern.scheme}; write the names with braces, as in {{0000..0099}}.tar"
+        )
+    try:
+        filesystem, path = open_filesystem(pattern, config)
+        found = ask(lambda: filesystem.glob(path), config)
+    except (Refused, OSError) as error:
+        raise DataError(f"{pattern} can not be listed: {error or 'nothing came in time'}") from error
+    return [Place(filesystem.unstrip_protocol(str(name))) for name in sorted(found)]
 
 
 class _Received:

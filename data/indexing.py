@@ -5,6 +5,7 @@
 wrote it.
 """
 
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -13,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import tarfile
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,16 +26,11 @@ from tqdm import tqdm
 
 from data.decode import decode_image
 from data.errors import BadImage, DataError
-from data.shards import (
-    IMAGE_SUFFIXES,
-    INDEX_NAME,
-    MANIFEST_NAME,
-    NO_LABEL,
-    SAMPLE_DTYPE,
-    Manifest,
-    ShardInfo,
-    split_name,
-)
+from data.fetch import download
+from data.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, ShardInfo
+from data.places import AnyPlace, Place, as_place
+from data.protocols import FetchConfig
+from data.shards import IMAGE_SUFFIXES, NO_LABEL, SAMPLE_DTYPE, split_name
 
 # Mean and standard deviation are measured on about this many images; their error is then below 0.01 for photographs.
 NUM_MEASURED = 2000
@@ -54,47 +51,57 @@ class ScannedShard(NamedTuple):
 
 
 class _IndexTask(NamedTuple):
-    path: Path
+    place: AnyPlace
+    folder: Path  # where a shard from elsewhere is kept while it is looked at
+    fetch: FetchConfig
     num_classes: int | None  # None: class numbers have no upper limit
     num_measured: int  # images that mean and std are measured on
 
 
 def index_tars(
-    paths: Sequence[str | Path],
+    paths: Sequence[str | AnyPlace],
     output_folder: str | Path,
     *,
     class_names: Sequence[str] = (),
     num_workers: int = 0,
     progress: bool = False,
+    fetch: FetchConfig | None = None,
 ) -> Manifest:
-    """Describes tar shards that lie in a folder already, and writes the manifest and the index beside them.
+    """Describes tar shards that exist already, and writes the manifest and the index: beside them where they lie here.
+
+    Shards from elsewhere are fetched one after the other by each process, and kept in the output folder only while they are
+    looked at. The manifest names them by their URLs, so that the folder is a data set, without its shards.
 
     Tars of webdataset, img2dataset, GNU tar and PAX are understood. The label of a sample is its `.cls` member, else
     the integer "label" of its `.json` member; hidden members and members without a suffix are passed over.
 
     Args:
-        paths: the shards, in the order that the index shall have; all directly in `output_folder`.
-        output_folder: where the shards lie.
+        paths: the shards, in the order that the index shall have: URLs, or paths directly in `output_folder`.
+        output_folder: where the shards lie; for shards from elsewhere a folder, which is made where there is none.
         class_names: name of class 0, 1, ...
         num_workers: processes that read shards; 0 reads in this process.
         progress: show a progress bar.
+        fetch: how patiently shards are fetched.
 
     Raises:
         DataError: a shard is no tar, is cut off, or holds samples that a reader could not tell apart or that have no
-            image; a label has no class name; the folder can not be written.
+            image; a label has no class name; a shard can not be fetched; the folder can not be written.
     """
     folder = Path(output_folder)
-    shard_paths = [Path(path) for path in paths]
-    if not shard_paths:
+    places = [as_place(path) if isinstance(path, str) else path for path in paths]
+    if not places:
         raise DataError(f"no tar shards were given for {folder}")
-    for path in shard_paths:
+    for path in places:
+        if isinstance(path, Place):
+            _make_folder(folder)
+            continue
         if path.resolve().parent != folder.resolve():
             raise DataError(f"{path} does not lie in {folder}; move it there, or link to it")
         if not path.is_file():
             raise DataError(f"{path} does not exist")
     scans: list[ScannedShard] = []
     moments: list[np.ndarray] = []
-    tasks = _plan_indexing(shard_paths, len(class_names) or None)
+    tasks = _plan_indexing(places, folder, len(class_names) or None, fetch or FetchConfig())
     with tqdm(total=len(tasks), desc="indexing", unit="shard", disable=not progress) as bar:
         for scan, shard_moments in map_tasks(_index_shard, tasks, num_workers):
             scans.append(scan)
@@ -106,19 +113,38 @@ def index_tars(
         raise DataError(f"{folder} can not be written: {error}") from error
 
 
-def _plan_indexing(paths: list[Path], num_classes: int | None) -> list[_IndexTask]:
-    measured_shards = set(spread(len(paths), NUM_MEASURED).tolist())
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder} can not be written: {error.strerror}") from error
+
+
+def _plan_indexing(places: list[AnyPlace], folder: Path, num_classes: int | None, fetch: FetchConfig) -> list[_IndexTask]:
+    measured_shards = set(spread(len(places), NUM_MEASURED).tolist())
     num_per_shard = NUM_MEASURED // len(measured_shards)
     return [
-        _IndexTask(path, num_classes, num_per_shard if number in measured_shards else 0) for number, path in enumerate(paths)
+        _IndexTask(place, folder, fetch, num_classes, num_per_shard if number in measured_shards else 0)
+        for number, place in enumerate(places)
     ]
 
 
 def _index_shard(task: _IndexTask) -> tuple[ScannedShard, list[np.ndarray]]:
     """Scans one shard and measures some of its images; runs in a worker process."""
-    scan = scan_shard(task.path, task.num_classes)
+    if isinstance(task.place, Path):
+        return _scan_and_measure(task.place, task)
+    if task.place.scheme == "pipe":
+        raise DataError(f"{task.place} is a command, which a manifest must not name; index the shards where they lie")
+    with tempfile.NamedTemporaryFile(dir=task.folder, prefix=".indexing-") as file:
+        download(task.place, file, task.fetch)
+        scan, moments = _scan_and_measure(Path(file.name), task)
+    return scan._replace(info=dataclasses.replace(scan.info, name=task.place.url)), moments
+
+
+def _scan_and_measure(path: Path, task: _IndexTask) -> tuple[ScannedShard, list[np.ndarray]]:
+    scan = scan_shard(path, task.num_classes, task.place)
     moments: list[np.ndarray] = []
-    with task.path.open("rb") as file:
+    with path.open("rb") as file:
         for row in scan.rows[spread(len(scan.rows), task.num_measured)]:
             file.seek(row["offset"])
             try:
@@ -128,47 +154,53 @@ def _index_shard(task: _IndexTask) -> tuple[ScannedShard, list[np.ndarray]]:
     return scan, moments
 
 
-def scan_shard(path: Path, num_classes: int | None = None) -> ScannedShard:
+def scan_shard(path: Path, num_classes: int | None = None, place: AnyPlace | None = None) -> ScannedShard:
     """Reads a tar from its first to its last byte and finds its samples.
+
+    Args:
+        path: the tar.
+        num_classes: labels are below this; None sets no limit.
+        place: what it is called in messages, where that is not its path.
 
     Raises:
         DataError: see `index_tars`.
     """
+    name = place or path
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                rows, suffixes = _scan_members(tar, path, num_classes)
+                rows, suffixes = _scan_members(tar, name, num_classes)
                 # Where the last member ends. tarfile takes a damaged header, and any end of the file that lies on a
                 # block boundary, for the end of the archive; so what follows is looked at here.
                 end = tar.offset
         except tarfile.TarError as error:
-            raise DataError(f"shard {path} is no sound, uncompressed tar file: {error}") from error
+            raise DataError(f"shard {name} is no sound, uncompressed tar file: {error}") from error
         file.seek(end)
         tail = file.read()
     if len(tail) < tarfile.BLOCKSIZE:
         raise DataError(
-            f"shard {path} ends without the mark of a tar's end, after {end} bytes and {len(rows)} samples: it was cut "
+            f"shard {name} ends without the mark of a tar's end, after {end} bytes and {len(rows)} samples: it was cut "
             f"off while it was written or copied; write or copy it again"
         )
     if tail.count(0) != len(tail):
         raise DataError(
-            f"shard {path} is damaged, or several tars in a row: what follows after {end} bytes and {len(rows)} "
+            f"shard {name} is damaged, or several tars in a row: what follows after {end} bytes and {len(rows)} "
             f"samples can not be read; write or copy it again"
         )
     info = ShardInfo(path.name, end + len(tail), sha256, len(rows), tuple(sorted(suffixes)))
     return ScannedShard(info, np.array(rows, dtype=SAMPLE_DTYPE))
 
 
-def _scan_members(tar: tarfile.TarFile, path: Path, num_classes: int | None) -> tuple[list[tuple[int, int, int]], set[str]]:
+def _scan_members(tar: tarfile.TarFile, name: AnyPlace, num_classes: int | None) -> tuple[list[tuple[int, int, int]], set[str]]:
     """Returns the rows of the index, and the suffixes of all members."""
     rows: list[tuple[int, int, int]] = []
     all_suffixes: set[str] = set()
     keys: set[str] = set()
     visible = (member for member in tar if member.isfile() and _is_visible(member.name))
     for key, group in itertools.groupby(visible, lambda member: split_name(member.name)[0]):
-        where = f"shard {path}, sample {key!r}"
+        where = f"shard {name}, sample {key!r}"
         named_members = [(split_name(member.name)[1], member) for member in group]
         members = dict(named_members)
         if key in keys or len(members) < len(named_members):

@@ -115,7 +115,7 @@ def read_blocks(place: Place, start: int, num_bytes: int | None, config: FetchCo
     if place.scheme == "pipe":
         return _pipe_blocks(place, config)
     if place.is_http:
-        return _http_blocks(place, start, config)
+        return _http_blocks(place, start, num_bytes, config)
     return _fsspec_blocks(place, start, num_bytes, config, fresh=fresh)
 
 
@@ -123,7 +123,7 @@ def read_blocks(place: Place, start: int, num_bytes: int | None, config: FetchCo
 # HTTP
 
 
-def _http_blocks(place: Place, start: int, config: FetchConfig) -> Blocks:
+def _http_blocks(place: Place, start: int, num_expected: int | None, config: FetchConfig) -> Blocks:
     try:
         # The scheme is http or https: no other is taken for HTTP. The timeout is that of the socket, so of every read.
         response = urllib.request.urlopen(_request(place, start), timeout=config.read_timeout_s)  # noqa: S310
@@ -139,7 +139,8 @@ def _http_blocks(place: Place, start: int, config: FetchConfig) -> Blocks:
     with response:
         position = _first_position(response, start)
         length = response.headers.get("Content-Length", "")
-        expected = position + int(length) if length.isdigit() else None
+        # Where the length is known already, what the server states is neither needed nor believed.
+        expected = position + int(length) if num_expected is None and length.isdigit() else None
         while block := response.read1(2**20):
             yield position, block
             position += len(block)

@@ -1,4 +1,4 @@
-"""What a data flag means: shards, the digits, or images as they lie, which are packed into shards on first use."""
+"""What a data flag means: shards here or elsewhere, the digits, or images as they lie, which are packed on first use."""
 
 import contextlib
 import hashlib
@@ -13,9 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.digits import DIGITS, cache_folder, digits_shards, open_cached
+from data.cache import ShardCache, cache_folder, shard_cache
+from data.digits import DIGITS, digits_shards, open_cached
 from data.errors import DataError
-from data.shards import IMAGE_SUFFIXES, INDEX_COMMAND, MAKE_COMMAND, MANIFEST_NAME, NO_LABEL, ShardSet, open_shards
+from data.manifest import INDEX_COMMAND, MANIFEST_NAME
+from data.places import Place, as_place, has_pattern, is_remote, split_sources
+from data.selection import LIST_SUFFIX, choose_shards, is_selection, read_selections, unite_shards
+from data.shards import IMAGE_SUFFIXES, MAKE_COMMAND, NO_LABEL, ShardSet, check_shards, open_folder, open_shards
 from data.writer import ImageList, describe_left_out, list_images, write_shards
 
 try:
@@ -25,7 +29,7 @@ except ImportError:  # Windows: there, processes that start together may all pac
 
 ACCEPTED = (
     "expected a folder of shards, a folder of images (in class folders, where labels are needed), a CSV table with the columns "
-    f"path and perhaps label, or one of {', '.join(DIGITS)}"
+    f"path and perhaps label, or one of {', '.join(DIGITS)}; shards may lie elsewhere (https://..., s3://...)"
 )
 
 # Part of every packed folder's name: raise it when the same images would become other shards.
@@ -38,7 +42,7 @@ OVERHEAD_BYTES = 3072
 ABANDONED_AFTER_S = 24 * 3600
 
 
-def open_dataset(source: str, *, labelled: bool = False) -> ShardSet:
+def open_dataset(source: str, *, labelled: bool = False, cache: ShardCache | None = None) -> ShardSet:
     """Opens what a program's data flag names.
 
     Images that are not in shards yet are packed, once, into the folder `packed` of the user's cache (`cache_folder`), and
@@ -48,30 +52,75 @@ def open_dataset(source: str, *, labelled: bool = False) -> ShardSet:
 
     Args:
         source: one of
-            a folder of shards, or the manifest in it;
+            a folder of shards, or the manifest in it; here, or elsewhere: "https://host/set", "s3://bucket/set", any
+                protocol of fsspec, "pipe:aws s3 cp s3://bucket/set/{name} -" (see `FetchConfig.allow_pipe`);
+            some shards of such a folder: "set/{000000..000015}.tar", "set/0000*.tar", "s3://bucket/{a,b}/*.tar";
+            a text file that names shards, patterns or folders, one a line, relative to where it lies;
             "digits", "digits-train" or "digits-test" (data/digits.py); a folder of such a name is "./digits";
             a folder of images: class folders, or images anywhere in it where no labels are needed;
-            a CSV table with the columns `path` and perhaps `label`.
+            a CSV table with the columns `path` and perhaps `label`;
+            several of these with "::" between them: one data set, of which `parts` says what comes from where.
+            What exists under the whole name is meant by it, whatever signs it has.
         labelled: every sample must have a label.
+        cache: where shards from elsewhere are kept; `shard_cache()` where it is None.
 
     Raises:
         DataError: the source is none of these or can not be read, lacks labels, or the cache can not be written.
     """
     if not source:
         raise DataError(f"no data was named; {ACCEPTED}")
+    names = [source] if os.path.exists(source) else split_sources(source)  # noqa: PTH110 - Path raises where a name is too long
+    sets = [_open_source(name, labelled, cache) for name in names]
+    return sets[0] if len(sets) == 1 else unite_shards(sets, Place(source))
+
+
+def _open_source(source: str, labelled: bool, cache: ShardCache | None) -> ShardSet:
     if source in DIGITS:
         return open_shards(digits_shards(source))
-    path = Path(source)
     try:
-        if _holds_shards(path):
-            shards = open_shards(path)
+        if is_remote(source) or _names_shards(source):
+            shards = _open_selected(source, cache or shard_cache())
+        elif _holds_shards(Path(source)):
+            shards = open_shards(source, cache)
         else:
+            path = Path(source)
             _check_kind(path)
             shards = _open_images(path, labelled)
     except OSError as error:
         raise DataError(f"{error.filename or source} can not be read: {error.strerror}; {ACCEPTED}") from error
     if labelled:
-        _check_labels(source, int((shards.labels == NO_LABEL).sum()), len(shards))
+        _check_labels(str(shards.root), int((shards.labels == NO_LABEL).sum()), len(shards))
+    return shards
+
+
+def _names_shards(source: str) -> bool:
+    """Says whether a local source is a pattern, one shard of a data set, or a list of shards."""
+    if not os.path.exists(source):  # noqa: PTH110 - Path raises where a name is too long
+        return has_pattern(source)
+    path = Path(source)
+    if path.suffix == LIST_SUFFIX and path.is_file():
+        with path.open(errors="replace") as file:
+            return "path" not in file.readline().strip().split(",")  # otherwise it is a table
+    return path.suffix == ".tar" and path.is_file() and (path.parent / MANIFEST_NAME).exists()
+
+
+def _open_selected(source: str, cache: ShardCache) -> ShardSet:
+    root = as_place(source)
+    if isinstance(root, Place) and (root.scheme == "pipe" or root.name == MANIFEST_NAME or not is_selection(source)):
+        shards = open_shards(root, cache)
+    else:
+        sets = []
+        for folder, patterns in read_selections(source, cache.fetch):
+            sets.append(choose_shards(open_folder(folder, cache), patterns, root))
+            check_shards(sets[-1])
+        shards = sets[0] if len(sets) == 1 else unite_shards(sets, root, one_part=True)
+    if shards.cache is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        num_bytes = sum(info.num_bytes for info in shards.manifest.shards)
+        tqdm.write(
+            f"{shards.root}: {len(shards.manifest.shards):,} shards of {num_bytes / 2**30:.3g} GiB are fetched when they are "
+            f"needed, into {shards.cache.folder}, which may hold {shards.cache.max_bytes / 2**30:.3g} GiB",
+            file=sys.stderr,
+        )
     return shards
 
 

@@ -145,8 +145,9 @@ def test_a_wrong_table_is_told_once_and_for_all(photos: Path) -> None:
     (photos / "table.csv").write_text("path\ngone.png\n")
     with pytest.raises(DataError, match=r"row 1: the file 'gone\.png' does not exist in .*photos$"):
         open_dataset(str(photos / "table.csv"))
+    (photos / "table.csv").write_text("")
     with pytest.raises(DataError, match=r"has the columns \[\]; expected a header with `path`, and perhaps `label`$"):
-        open_dataset(str(notes(photos / "text") / "notes.txt"))
+        open_dataset(str(photos / "table.csv"))
 
 
 def test_sources_that_can_not_be_read_say_why(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
