@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import itertools
 import multiprocessing
 import signal
 import tarfile
@@ -6,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -285,3 +288,20 @@ def test_shards_from_elsewhere_are_asked_for_ahead_of_their_first_sample(
     asked.clear()
     load(picture_shards, BatchPlan(4, 1, 1, 0), 0, 3)  # what lies here is not asked for
     assert not asked
+
+
+def test_a_reader_holds_no_more_memory_the_longer_it_reads(picture_shards: ShardSet) -> None:
+    """Over thirty epochs; descriptors neither."""
+    config = dataclasses.replace(CONFIG, num_workers=1, lanes=2, shuffle_window=32)
+    order = build_order(picture_shards, config, 0)
+    with contextlib.closing(
+        iter(BatchLoader(picture_shards, config, BatchPlan(16, 1, 1, 0), order, (8, 8), 3, 0, 1000))
+    ) as batches:
+        for _ in itertools.islice(batches, 30):
+            pass
+        (reader,) = psutil.Process().children()
+        held, num_open = reader.memory_info().rss, reader.num_fds()
+        for _ in itertools.islice(batches, 120):
+            pass
+        assert reader.memory_info().rss - held < 4 * 2**20
+        assert reader.num_fds() <= num_open + 2
