@@ -98,12 +98,15 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
     """
     segments = _segments(data)
     frames = [segment for segment in segments if segment.marker in _FRAMES]
-    if len(frames) != 1 or len(frames[0].body) < 6 or len(frames[0].body) < 6 + 3 * frames[0].body[5]:
+    if len(frames) != 1 or len(frames[0].body) < 6:
         return None
     frame, scan = frames[0], segments[-1]
     height, width = int.from_bytes(frame.body[1:3]), int.from_bytes(frame.body[3:5])
     num_bits, num_components = frame.body[0], frame.body[5]
-    if num_bits != 8 or not height or not width or num_components not in (1, 3):
+    blocks = [sampling & 15 for sampling in frame.body[7::3]]  # down a stripe, for each component
+    if num_bits != 8 or not height or not width or num_components not in (1, 3) or len(blocks) != num_components:
+        return None
+    if not all(1 <= number <= 4 for number in blocks):
         return None
     if Image.MAX_IMAGE_PIXELS is not None and height * width > 2 * Image.MAX_IMAGE_PIXELS:
         return None  # Pillow's own limit, which nothing goes round
@@ -120,12 +123,14 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
         if orientation is None:
             return None
     height_offset = frame.offset + 5 if can_leave_rows_out else None
-    block_rows = 8 if num_components == 1 else 8 * max(sampling & 15 for sampling in frame.body[7::3])
+    block_rows = 8 if num_components == 1 else 8 * max(blocks)  # a single component is stored block by block
     return JpegHeader(height, width, num_components == 1, orientation, height_offset, block_rows)
 
 
 def _segments(data: bytes) -> list[_Segment]:
     """Those up to the start of the first scan; empty where there are no such segments in a row."""
+    if data[:2] != b"\xff\xd8":
+        return []
     segments, offset = [], 2
     while data[offset : offset + 1] == b"\xff":
         marker, end = data[offset + 1 : offset + 2], offset + 2 + int.from_bytes(data[offset + 2 : offset + 4])
