@@ -23,7 +23,12 @@ class Fault(NamedTuple):
     """Its number in the data set: keys of GNU and PAX archives are cut off, and may be equal."""
 
     def __str__(self) -> str:
-        return f"{self.shard}: {self.key}: {self.reason}"
+        return printable(f"{self.shard}: {self.key}: {self.reason}")
+
+
+def printable(text: str) -> str:
+    """Escapes what a terminal does not show, or can not be written to it: names in a tar may be any bytes."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def describe_counts(counts: Counter[Cause] | Counter[str]) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 
 from data.decode import MAX_PIXELS, decode_image, sniff_suffix
 from data.errors import BadImage, DataError
+from data.faults import printable
 from data.indexing import map_tasks
 from data.lint_rules import RULE_OF_CAUSE, RULES
 from data.shards import (
@@ -153,7 +154,7 @@ class _ShardLint:
         """With the number of samples before it, and the key of the last one."""
 
     def add(self, rule: str, key: str, reason: str) -> None:
-        self.report.findings.add(Finding(rule, self.task.path.name, key, reason))
+        self.report.findings.add(Finding(rule, self.task.path.name, printable(key), printable(reason)))
 
     def run(self) -> LintReport:
         self.report.num_bytes = num_bytes = self.file.seek(0, os.SEEK_END)
@@ -243,7 +244,7 @@ class _ShardLint:
             rule, reason = "no_image", f"its members {sorted(members)} are no images by suffix"
             if dotted:
                 rule, reason = "dots_in_name", f"the first dot ends its key, so {dotted} are no suffixes of images"
-            self.incomplete[key] = Finding(rule, self.task.path.name, key, reason)
+            self.incomplete[key] = Finding(rule, self.task.path.name, printable(key), reason)
             return
         if len(images) > 1:
             self.add("several_images", key, f"{images} are images by suffix")

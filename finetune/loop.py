@@ -373,7 +373,7 @@ def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters
     require_finite(loss, grad_norm, first, step)
     if log.faults.too_many:
         save(run, step)
-        log.faults.end_run()
+        log.end_run()
 
 
 def share_buffers(model: nn.Module) -> None:

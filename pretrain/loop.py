@@ -25,6 +25,7 @@ from pretrain.pictures import reconstruction_sheet, reconstruction_triples, shee
 from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import checkpoint_path, replacing, save_checkpoint
 from training.cli import UserError
+from training.faults import FaultLog
 from training.knn import OnlineProbe, is_due
 from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
@@ -150,7 +151,10 @@ def train(run: Pretraining) -> int:
     )  # fmt: skip
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
     clock, meters = WaitClock(), Meters()
-    log = RunLog(accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock)
+    log = RunLog(
+        accelerator, run.folder, run.start_step, horizon.num_steps, run.plan.global_batch_size, clock,
+        FaultLog(accelerator, run.folder, run.start_step, run.plan, config.data.max_bad_share),
+    )  # fmt: skip
     step, stopped = run.start_step, False
     with StopRequest() as stop, log, contextlib.closing(clock.watch(iter(loader))) as batches:
         if step == 0:
@@ -186,6 +190,7 @@ def write_log(run: Pretraining, log: RunLog, step: int, lr: float, meters: Meter
 
     Raises:
         UserError: the loss or the gradient is not finite.
+        SystemExit: too many samples are unreadable; a checkpoint is saved.
     """
     means = meters.take(lambda tensor: cast(Tensor, run.accelerator.reduce(tensor, "mean")))
     loss, baseline, grad_norm = means["loss"], means["baseline_loss"], means["grad_norm"]
@@ -200,9 +205,12 @@ def write_log(run: Pretraining, log: RunLog, step: int, lr: float, meters: Meter
     first = log.last_step + 1
     log.write(step, values, headline=f"loss {loss:.4f}, explained {explained:.1%}")
     require_finite(loss, grad_norm, first, step)
+    if log.faults.too_many:
+        save(run, step)
+        log.end_run()
 
 
-def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, faults: list[str]) -> None:
+def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, faults: FaultLog) -> None:
     """Does one optimizer step: accumulated micro-batches, then the update."""
     accelerator, accum_steps = run.accelerator, run.config.optim.accum_steps
     for micro_step in range(accum_steps):

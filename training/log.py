@@ -4,9 +4,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from training.checkpoint import replacing
 from training.cli import UserError
+from training.faults import FaultLog
 from training.machine import memory_mib
 from training.meters import WaitClock
 
@@ -32,11 +33,15 @@ class MetricsFile:
     def __init__(self, path: Path, first_step: int) -> None:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         kept = [line for line in lines if _step_of(line) <= first_step]
+        self.last: dict[str, Any] = {}
+        """What the entries that were kept say under each name, the newest."""
+        for line in kept:
+            self.last |= json.loads(line)
         with replacing(path) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, values: dict[str, float]) -> None:
+    def write(self, values: Mapping[str, Any]) -> None:
         """Appends one entry, visible to other programs at once."""
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
@@ -75,7 +80,7 @@ def require_finite(loss: float, grad_norm: float, first: int, last: int) -> None
 
 
 class RunLog:
-    """The logs of a run; on all but the first process they only report faults.
+    """The logs of a run, which the first process alone writes.
 
     Args:
         accelerator: of the run.
@@ -84,6 +89,7 @@ class RunLog:
         num_steps: where the run ends.
         global_batch_size: images per step.
         clock: measures the waiting for data.
+        faults: the unreadable samples.
     """
 
     def __init__(
@@ -94,15 +100,14 @@ class RunLog:
         num_steps: int,
         global_batch_size: int,
         clock: WaitClock,
+        faults: FaultLog,
     ) -> None:
         self.accelerator = accelerator
         self.folder = folder
         self.num_steps = num_steps
         self.global_batch_size = global_batch_size
         self.clock = clock
-        self.faults: list[str] = []
-        """Unreadable samples of this process since the last entry."""
-        self.num_faults = 0
+        self.faults = faults
         self.last_step = self._start_step = start_step
         """Step of the last entry."""
         self._last_time = time.perf_counter()
@@ -113,6 +118,7 @@ class RunLog:
         self.accelerator.init_trackers("tensorboard", init_kwargs=purge)
         if self.accelerator.is_main_process:
             self._metrics = MetricsFile(self.folder / "metrics.jsonl", self._start_step)
+            self.faults.open(self._metrics.last.get("faults"))
         self.bar = tqdm(
             total=self.num_steps, initial=self._start_step, unit="step", dynamic_ncols=True,
             disable=not self.accelerator.is_main_process,
@@ -122,12 +128,15 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
+        self.faults.close()
         if self.accelerator.is_main_process:
             self._metrics.close()
         self.accelerator.end_training()
 
     def write(self, step: int, values: dict[str, float], headline: str) -> None:
-        """Writes one entry; adds images/s over all processes, share of waiting for data, and memory.
+        """Writes one entry; adds images/s over all processes, share of waiting for data, memory, and unreadable samples.
+
+        All processes must call it at the same step.
 
         Args:
             step: optimizer steps done.
@@ -140,13 +149,13 @@ class RunLog:
             "data_wait": self.clock.waited_s / elapsed_s,
             "memory_mib": memory_mib(self.accelerator.device),
         }
-        self._report_faults()
+        self.faults.gather(step)
         if self.accelerator.is_main_process:
-            self._metrics.write({"step": step, **values})
+            self._metrics.write({"step": step, **values, "faults": dict(self.faults.counts)})
             speed = f"{values['images_per_s']:.0f} images/s, data wait {values['data_wait']:.0%}"
             self.bar.set_postfix_str(f"{headline}, {speed}", refresh=False)
             self.bar.update(step - self.last_step)
-        self.accelerator.log(values, step=step)
+        self.accelerator.log(values | {f"faults/{cause}": count for cause, count in self.faults.counts.items()}, step=step)
         self.last_step, self._last_time, self.clock.waited_s = step, time.perf_counter(), 0.0
 
     @contextlib.contextmanager
@@ -171,15 +180,10 @@ class RunLog:
             tqdm.write(f"step {step}: {headline}")
         self.accelerator.log(values, step=step)
 
-    def _report_faults(self) -> None:
-        if not self.faults:
-            return
-        self.num_faults += len(self.faults)
-        tqdm.write(
-            f"warning: {len(self.faults)} unreadable samples replaced by their neighbours ({self.num_faults} so far on "
-            f"process {self.accelerator.process_index}); the first: {self.faults[0]}"
-        )
-        self.faults.clear()
+    def end_run(self) -> None:
+        """Ends the run for its unreadable samples: all processes together, with one line of its own; see `FaultLog.end_run`."""
+        self.bar.close()
+        self.faults.end_run()
 
     def add_picture(self, name: str, picture: Image.Image, step: int) -> None:
         """Shows a picture in TensorBoard; on the first process only."""

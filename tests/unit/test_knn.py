@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from data.errors import DataError
 from data.evaluation import evaluation_batches
 from data.shards import ShardSet
+from data.stream import BatchPlan
 from data.transforms import Normalization
 from models.mae import MaskedAutoencoder
 from training.cli import UserError
+from training.faults import FaultLog
 from training.knn import OnlineProbe, ProbeConfig, evenly_spread, gather_rows, is_due, knn_accuracy
 from training.log import RunLog
 from training.meters import WaitClock
@@ -167,7 +169,8 @@ def test_paused_time_is_not_counted(accelerator: Accelerator, tmp_path: Path, mo
     monkeypatch.setattr("training.log.time.perf_counter", lambda: now)
     monkeypatch.setattr("training.log.tqdm.write", lambda _: None)
     clock = WaitClock()
-    with RunLog(accelerator, tmp_path, 0, 20, 5, clock) as log:
+    faults = FaultLog(accelerator, tmp_path, 0, BatchPlan(5, 1, 1, 0), 1.0)
+    with RunLog(accelerator, tmp_path, 0, 20, 5, clock, faults) as log:
         written: list[dict[str, float]] = []
         monkeypatch.setattr(log._metrics, "write", written.append)
         now += 1
