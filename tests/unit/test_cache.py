@@ -198,6 +198,28 @@ def test_processes_that_want_the_same_shards_fetch_each_once(server: FileServer,
     assert server.counts() == {"0.tar": 2, "1.tar": 1, "2.tar": 1}  # the stall is one of the first file's
 
 
+def test_who_waited_for_a_fetch_that_failed_fetches_for_himself(server: FileServer, folder: Path) -> None:
+    cache = ShardCache(folder, 10 * SIZE, FetchConfig(read_timeout_s=0.5, num_attempts=2, first_pause_s=0.001))
+    server.faults["0.tar"] = [Fault(num_sent=10, stalls=True), Fault(status=404)]
+    answers: list[bytes | str] = []
+
+    def fetch() -> None:
+        try:
+            answers.append(read(cache, server.url, 0))
+        except DataError as error:
+            answers.append(str(error))
+
+    threads = [threading.Thread(target=fetch) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum("404" in answer for answer in answers if isinstance(answer, str)) == 1
+    assert answers.count(content(0)) == 2
+    assert server.counts() == {"0.tar": 3}
+    assert total(folder) == SIZE
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_what_a_killed_process_left_is_removed_and_nobody_waits_for_it(server: FileServer, folder: Path) -> None:
     context = multiprocessing.get_context("fork")

@@ -6,6 +6,7 @@ import io
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def test_after_the_last_attempt_the_reason_is_told(server: FileServer, fault: Fa
     assert "3 attempts failed" in message
     assert reason in message
     assert len(server.requests) == 3
+
+
+def test_every_read_has_the_timeout_that_is_set(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    real_open = urllib.request.urlopen
+    monkeypatch.setattr(
+        urllib.request, "urlopen", lambda request, timeout: asked.append(timeout) or real_open(request, timeout=timeout)
+    )
+    fetch(f"{server.url}/0.tar", FetchConfig(read_timeout_s=7.5))
+    assert asked == [7.5]
 
 
 @pytest.mark.parametrize("status", [404, 403, 401, 410])
