@@ -222,8 +222,7 @@ def decode_jpeg(data: bytes, header: JpegHeader, factor: int = 1, bottom: int | 
     minimum = {"min_height": shape[0], "min_width": shape[1], "min_factor": factor} if factor > 1 else {}
     array = scratch.take("pixels", shape)
     try:
-        *found, colours, _ = simplejpeg.decode_jpeg_header(source, **minimum)
-        if found != [*shape[:2]] or colours not in ("YCbCr", "RGB", "Gray"):
+        if simplejpeg.decode_jpeg_header(source, **minimum)[:2] != shape[:2]:
             return None
         simplejpeg.decode_jpeg(source, "GRAY" if header.is_grey else "RGB", buffer=array, **minimum)
     except ValueError as error:
