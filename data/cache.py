@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from tqdm import tqdm
 
@@ -44,7 +44,7 @@ except ImportError:  # Windows
 DEFAULT_GIB = 100.0
 """The bound where none is given, or half of what is free on the disk where that is less."""
 WAIT_S = 600.0
-"""So long is waited for others to let go of what fills the cache."""
+"""So long is waited for others to finish reading what fills the cache, which takes them milliseconds."""
 POLL_S = 0.05
 ABANDONED_AFTER_S = 24 * 3600
 """Where there are no locks, a partial file that did not change for so long belongs to a program that was killed."""
@@ -289,39 +289,41 @@ class ShardCache:
         deadline = time.monotonic() + WAIT_S
         while True:
             with _locked(self.folder / LOCK_NAME):
-                problem, others_work = self._make_room(num_bytes)
+                problem, others = self._make_room(num_bytes)
                 if problem is None:
                     os.ftruncate(descriptor, num_bytes)
                     return
-            if not others_work or time.monotonic() > deadline:
+            if others == "fetch":  # that ends by itself, one way or the other
+                deadline = time.monotonic() + WAIT_S
+            elif others == "nothing" or time.monotonic() > deadline:
                 raise DataError(f"there is no room for {place}: {problem}; {_ELSEWHERE}")
             _pause(stop)
 
-    def _make_room(self, num_needed: int) -> tuple[str | None, bool]:
+    def _make_room(self, num_needed: int) -> tuple[str | None, Literal["nothing", "read", "fetch"]]:
         """Removes what was not used for longest until there is room.
 
         Returns:
-            What keeps the shard out, None when there is room; and whether that can change while others finish.
+            What keeps the shard out, None when there is room; and what others do that will make room when they are done.
         """
         entries = sorted((entry for entry in _entries(self.folder) if not _is_stale(entry)), key=lambda entry: entry.last_use)
         total = sum(entry.num_bytes for entry in entries)
         # What others have been promised but have not written yet.
         free = shutil.disk_usage(self.folder).free - sum(entry.num_bytes - entry.num_written for entry in entries)
-        kept = len(entries)
         for entry in entries:
             if total + num_needed <= self.max_bytes and num_needed <= free:
-                break
+                return None, "nothing"
             if not entry.is_partial and _remove_unused(entry.path):
-                kept -= 1
                 total -= entry.num_bytes
                 free += entry.num_written
+        if total + num_needed <= self.max_bytes and num_needed <= free:
+            return None, "nothing"
         if num_needed > free:
-            needed = f"it needs {num_needed / 2**30:.3g} GiB in {self.folder}, where {max(free, 0) / 2**30:.3g} GiB are free"
-            return needed, bool(total)
-        if total + num_needed > self.max_bytes:
-            limit = f"all {self.max_bytes / 2**30:.3g} GiB that {self.folder} may hold are in use"
-            return limit, True
-        return None, True
+            problem = f"it needs {num_needed / 2**30:.3g} GiB in {self.folder}, where {max(free, 0) / 2**30:.3g} GiB are free"
+        else:
+            problem = f"all {self.max_bytes / 2**30:.3g} GiB that {self.folder} may hold are in use"
+        if any(entry.path.suffix == _PARTIAL and entry.num_bytes for entry in entries):
+            return problem, "fetch"
+        return problem, "read" if total else "nothing"
 
 
 _ELSEWHERE = "give another folder with --data.cache_dir, or another bound with --data.cache_gib"

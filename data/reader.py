@@ -5,10 +5,12 @@ import os
 import tarfile
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
 
 from data.cache import ShardCache
 from data.errors import DataError
@@ -75,20 +77,21 @@ class ShardReader:
         key, _ = split_name(member.name)
         return Sample(index, key, self.shards.shard_name(location.shard_number), location.label, data)
 
-    def prefetch(self, shard_numbers: Iterable[int]) -> None:
-        """Fetches shards that will be read soon, in the background, in the order given.
+    def prefetch(self, indices: Sequence[int] | np.ndarray) -> None:
+        """Fetches the shards of samples that will be read soon, in the background, in the order given.
 
         What an earlier call asked for and is not begun yet is forgotten. Shards that lie here already, or in the cache, cost
         a look. At most half of the cache is filled ahead, so that this does not push out what is being read. Failures are
         left to the read that needs the shard: it tries again, and reports.
 
         Args:
-            shard_numbers: the next one first.
+            indices: (n,) integers, samples 0 .. len - 1, the next one first.
         """
         if self.shards.cache is None:
             return
+        numbers, firsts = np.unique(self.shards.shard_numbers(indices), return_index=True)
         wanted, num_bytes = [], 0
-        for number in shard_numbers:
+        for number in numbers[np.argsort(firsts)].tolist():
             place, info = self.shards.place(number), self.shards.manifest.shards[number]
             if isinstance(place, Place):
                 num_bytes += info.num_bytes

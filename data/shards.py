@@ -17,6 +17,7 @@ The folder may lie elsewhere: then manifest and index are fetched when it is ope
 import dataclasses
 import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,11 +122,15 @@ class ShardSet:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
-        shard_number = int(np.searchsorted(self.first_sample, index, side="right")) - 1
+        shard_number = int(self.shard_numbers([index])[0])
         number = bisect_right(self._piece_samples, index) - 1
         piece = self.pieces[number]
         offset, size, label = self._map(piece.index_file)[piece.first_row + index - self._piece_samples[number]].item()
         return Location(shard_number, offset, size, label)
+
+    def shard_numbers(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """(n,) sample numbers -> (n,) int64: the shard that each lies in."""
+        return np.searchsorted(self.first_sample, np.asarray(indices, dtype=np.int64), side="right") - 1
 
     def folder(self, shard_number: int) -> AnyPlace:
         """The folder that a shard's name is relative to."""

@@ -21,6 +21,8 @@ class Fault:
     """It is not closed then: nothing comes any more."""
     stated_length: int | None = None
     """Content-Length, where it is not the right one."""
+    content_range: str | None = None
+    """Content-Range, where it is not the right one."""
     garbles: bool = False
     """The content is another one, of the same length."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -90,7 +92,7 @@ def _handler_of(server: FileServer) -> type[BaseHTTPRequestHandler]:
             is_part = self.headers.get("Range") is not None and not server.ignores_ranges
             self.send_response(206 if is_part else 200)
             if is_part:
-                self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+                self.send_header("Content-Range", fault.content_range or f"bytes {first}-{last}/{len(content)}")
             self.send_header("Content-Length", str(len(body) if fault.stated_length is None else fault.stated_length))
             self.end_headers()
             self.wfile.write(body[: fault.num_sent])

@@ -136,6 +136,21 @@ def test_who_needs_room_waits_for_readers(server: FileServer, folder: Path) -> N
     assert kept(folder) == [1]
 
 
+def test_who_needs_room_waits_for_fetches_as_long_as_they_take(
+    server: FileServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "WAIT_S", 0.1)
+    cache = ShardCache(folder, SIZE, FetchConfig(read_timeout_s=0.6, first_pause_s=0.001))
+    server.faults["0.tar"] = [Fault(num_sent=10, stalls=True)]
+    first = threading.Thread(target=read, args=(cache, server.url, 0))
+    first.start()
+    while not any(path.stat().st_size == SIZE for path in folder.glob("*.partial")):
+        time.sleep(0.01)
+    assert read(cache, server.url, 1) == content(1)
+    first.join()
+    assert server.counts()["0.tar"] >= 2
+
+
 def test_a_shard_that_was_cut_on_the_disk_is_fetched_again(server: FileServer, folder: Path) -> None:
     cache = ShardCache(folder, 3 * SIZE, QUICK)
     read(cache, server.url, 1)

@@ -166,6 +166,20 @@ def test_passwords_go_to_the_server_and_into_no_message(server: FileServer) -> N
     assert "sig" not in str(caught.value)
 
 
+def test_passwords_do_not_follow_to_another_host(server: FileServer) -> None:
+    with FileServer(server.root) as other:
+        server.faults["0.tar"] = [Fault(status=302, headers={"Location": f"{other.url}/0.tar"})]
+        assert fetch(f"http://me:pw@{server.url.removeprefix('http://')}/0.tar") == CONTENT
+        assert server.requests[0][2] is not None
+        assert other.requests == [("/0.tar", None, None)]
+
+
+def test_a_part_that_was_not_asked_for_is_not_taken(server: FileServer) -> None:
+    server.faults["0.tar"] = [Fault(num_sent=1000), Fault(content_range=f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}")]
+    assert fetch(f"{server.url}/0.tar") == CONTENT
+    assert [extent for _, extent, _ in server.requests] == [None, "bytes=1000-", None]
+
+
 def test_small_files_come_whole_and_empty_ones_too(server: FileServer) -> None:
     (server.root / "empty").touch()
     server.faults["0.tar"] = [Fault(num_sent=10)]
