@@ -33,7 +33,6 @@ from finetune.report import best_top1, describe_run, export_classifier, finish_r
 from models.attention import choose_attention
 from models.formats import PretrainedEncoder, load_encoder
 from models.heads import Classifier, build_classifier
-from training.checkpoint import checkpoint_path, save_checkpoint
 from training.cli import UserError
 from training.faults import FaultLog
 from training.features import weights_hash
@@ -41,7 +40,8 @@ from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
 from training.optim import LARS, build_adamw, layer_groups, set_lr
 from training.resume import compute_dtype, identity, resume
-from training.run import StopRequest, build_accelerator, check_run_folder, lock_run_folder, save_config
+from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
+from training.saving import Saver
 from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
 
 EMA_PREFIX = "ema/"
@@ -79,10 +79,14 @@ class Finetuning:
     plan: BatchPlan
     horizon: Horizon
     start_step: int
+    resumed_from: Path | None
+    """The checkpoint of the start step."""
     identity: dict[str, Any]
     """What a checkpoint records of the run."""
     lock: AbstractContextManager[object]
     """Keeps the run folder to this run until it is left."""
+    saver: Saver
+    """Writes the checkpoints."""
 
     @property
     def num_classes(self) -> int:
@@ -138,26 +142,28 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     if config.ema_decay is not None:  # at step t at most t / (10 + t) is kept: an average of what there is so far
         ema = ModelEmaV3(classifier, decay=config.ema_decay, use_warmup=True, warmup_gamma=10, warmup_power=1.0)
     optimizer = build_optimizer(classifier, config)
-    start_step = 0
+    start_step, resumed_from = 0, None
     now = identity(config, data.train.manifest.hash, plan.global_batch_size, accelerator) | data.identity()
     now |= {"encoder_input": json.dumps(encoder[1:]), "teacher": "" if teacher is None else weights_hash(teacher.model)}
-    if config.resume == "auto":
-        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, MUST_AGREE, classifier, optimizer, accelerator)
-        if checkpoint is not None:
-            start_step = checkpoint.step
-            if ema is not None:
-                ema.module.load_state_dict(checkpoint.part(EMA_PREFIX), strict=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock_for_run(folder, accelerator))  # before checkpoints are read: damaged ones are set aside
+        if config.resume == "auto":
+            checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, MUST_AGREE, classifier, optimizer, accelerator)
+            if checkpoint is not None:
+                start_step, resumed_from = checkpoint.step, checkpoint.path
+                if ema is not None:
+                    ema.module.load_state_dict(checkpoint.part(EMA_PREFIX), strict=True)
+        lock = stack.pop_all()
     if config.run.compile:
         classifier.compile()  # in place: parameter names stay as they are
     wrapped, optimizer = accelerator.prepare(classifier, optimizer)
-    accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes to it
-    lock: AbstractContextManager[object] = contextlib.nullcontext()
+    accelerator.wait_for_everyone()  # every process has read the folder before the first one writes to it
     if accelerator.is_main_process:
-        lock = lock_run_folder(folder)
         save_config(folder, config)
+    saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(data.rows), accelerator)
     return Finetuning(
         config, folder, accelerator, encoder, data, validation, normalization, img_size, classifier, wrapped, ema,
-        cast(torch.optim.Optimizer, optimizer), teacher, plan, horizon, start_step, now, lock,
+        cast(torch.optim.Optimizer, optimizer), teacher, plan, horizon, start_step, resumed_from, now, lock, saver,
     )  # fmt: skip
 
 
@@ -255,8 +261,8 @@ def train(run: Finetuning) -> int:
     if accelerator.is_main_process:
         tqdm.write(describe_run(run.config, run.data, run.validation, run.classifier, run.encoder, horizon, run.plan,
                                 accelerator.device, compute_dtype(accelerator)))  # fmt: skip
-        if run.start_step:
-            tqdm.write(f"  resume  {checkpoint_path(run.folder / 'checkpoints', run.start_step)}")
+        if run.resumed_from:
+            tqdm.write(f"  resume  {run.resumed_from}")
     clock, meters = WaitClock(), Meters()
     mixing = Mixing(config, run.num_classes, accelerator.device)
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
@@ -267,7 +273,7 @@ def train(run: Finetuning) -> int:
     )  # fmt: skip
     step, stopped, scores = run.start_step, False, None
     run.classifier.train()
-    with StopRequest() as stop, log, contextlib.closing(clock.watch(iter(build_loader(run)))) as batches:
+    with StopRequest() as stop, log, run.saver, contextlib.closing(clock.watch(iter(build_loader(run)))) as batches:
         while step < horizon.num_steps and not stopped:
             lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
             set_lr(run.optimizer, lr)
@@ -277,11 +283,11 @@ def train(run: Finetuning) -> int:
                 log.add_picture("input", input_sheet(run.normalization.invert(shown)), step + 1)
             step += 1
 
-            stopped = stop.agreed()
+            stopped, by_clock, has_failed = stop.agreed(*run.saver.notes())
             is_last = step == horizon.num_steps
             measures = run.validation is not None and (is_last or (step % eval_every == 0 and not stopped))
             # Saved before it is measured: an image that cannot be read costs no training.
-            saves = stopped or is_last or measures or step % config.run.save_every_steps == 0
+            saves = run.saver.is_due(step, by_clock, has_failed) or stopped or is_last or measures
             if saves or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
                 write_log(run, log, step, lr, meters)
             if saves:
@@ -397,13 +403,9 @@ def measure(run: Finetuning, log: RunLog, step: int) -> Scores:
 
 
 def save(run: Finetuning, step: int) -> None:
-    """Writes a checkpoint on the first process."""
-    if not run.accelerator.is_main_process:
-        return
+    """Saves a checkpoint."""
     extra = {} if run.ema is None else {EMA_PREFIX + name: tensor for name, tensor in run.ema.module.state_dict().items()}
-    save_checkpoint(
-        run.folder / "checkpoints", step, run.identity, run.classifier, run.optimizer, run.config.run.keep_checkpoints, extra
-    )
+    run.saver.save(step, run.identity, run.classifier, run.optimizer, extra)
 
 
 def finish(run: Finetuning, scores: Scores | None) -> None:

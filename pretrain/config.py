@@ -24,7 +24,9 @@ MAY_CHANGE_ON_RESUME = (
     "run.log_every_steps",
     "run.picture_every_steps",
     "run.save_every_steps",
+    "run.save_every_minutes",
     "run.keep_checkpoints",
+    "run.milestone_every_epochs",
     "data.train",  # the folder may have moved: that it holds the same data is checked by the manifest's hash
     "data.num_workers",
     "data.prefetch_batches",

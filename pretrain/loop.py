@@ -23,7 +23,7 @@ from models.masking import seeded_noise
 from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, PretrainConfig
 from pretrain.pictures import reconstruction_sheet, reconstruction_triples, sheet_note
 from pretrain.report import describe_run, export_encoder, next_commands
-from training.checkpoint import checkpoint_path, replacing, save_checkpoint
+from training.checkpoint import replacing
 from training.cli import UserError
 from training.faults import FaultLog
 from training.knn import OnlineProbe, is_due
@@ -31,7 +31,8 @@ from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
 from training.optim import build_adamw, parameter_groups, set_lr
 from training.resume import compute_dtype, identity, resume
-from training.run import StopRequest, build_accelerator, check_run_folder, lock_run_folder, save_config
+from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
+from training.saving import Saver
 from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
 
 NUM_PREVIEW_IMAGES = 8
@@ -54,12 +55,16 @@ class Pretraining:
     plan: BatchPlan
     horizon: Horizon
     start_step: int
+    resumed_from: Path | None
+    """The checkpoint of the start step."""
     preview: Tensor
     """(b, C, H, W) uint8 on the device: what pictures are made of."""
     probe: OnlineProbe | None
     """Measures the encoder now and then."""
     lock: AbstractContextManager[object]
     """Keeps the run folder to this run until it is left."""
+    saver: Saver
+    """Writes the checkpoints."""
 
 
 def set_up(config: PretrainConfig) -> Pretraining:
@@ -96,22 +101,25 @@ def set_up(config: PretrainConfig) -> Pretraining:
 
     model.to(accelerator.device)
     optimizer = build_adamw(parameter_groups(model, config.optim.weight_decay), config.optim)
-    start_step = 0
-    if config.resume == "auto":
-        now = identity(config, shards.manifest.hash, plan.global_batch_size, accelerator)
-        checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, {}, model, optimizer, accelerator)
-        start_step = 0 if checkpoint is None else checkpoint.step
+    start_step, resumed_from = 0, None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock_for_run(folder, accelerator))  # before checkpoints are read: damaged ones are set aside
+        if config.resume == "auto":
+            now = identity(config, shards.manifest.hash, plan.global_batch_size, accelerator)
+            checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, {}, model, optimizer, accelerator)
+            if checkpoint is not None:
+                start_step, resumed_from = checkpoint.step, checkpoint.path
+        lock = stack.pop_all()
     if config.run.compile:
         model.compile()  # in place: parameter names stay as they are
     wrapped, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes to it
-    lock: AbstractContextManager[object] = contextlib.nullcontext()
+    accelerator.wait_for_everyone()  # every process has read the folder before the first one writes to it
     if accelerator.is_main_process:
-        lock = lock_run_folder(folder)
         save_config(folder, config)
+    saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(shards), accelerator)
     return Pretraining(
         config, folder, accelerator, shards, normalization, model, wrapped, cast(torch.optim.Optimizer, optimizer),
-        plan, horizon, start_step, preview.to(accelerator.device), probe, lock,
+        plan, horizon, start_step, resumed_from, preview.to(accelerator.device), probe, lock, saver,
     )  # fmt: skip
 
 
@@ -142,8 +150,8 @@ def train(run: Pretraining) -> int:
         )  # fmt: skip
         if run.probe:
             tqdm.write(f"   probe  {run.probe.describe()}")
-        if run.start_step:
-            tqdm.write(f"  resume  {checkpoint_path(run.folder / 'checkpoints', run.start_step)}")
+        if run.resumed_from:
+            tqdm.write(f"  resume  {run.resumed_from}")
     order = SampleOrder(run.shards.first_sample, config.run.seed, config.data.shuffle_window, config.data.lanes)
     loader = BatchLoader(
         run.shards, config.data, run.plan, order, config.model.img_size, config.model.in_chans,
@@ -156,7 +164,7 @@ def train(run: Pretraining) -> int:
         FaultLog(accelerator, run.folder, run.start_step, run.plan, config.data.max_bad_share),
     )  # fmt: skip
     step, stopped = run.start_step, False
-    with StopRequest() as stop, log, contextlib.closing(clock.watch(iter(loader))) as batches:
+    with StopRequest() as stop, log, run.saver, contextlib.closing(clock.watch(iter(loader))) as batches:
         if step == 0:
             measure(run, log, step)
         while step < horizon.num_steps and not stopped:
@@ -165,8 +173,8 @@ def train(run: Pretraining) -> int:
             train_step(run, batches, meters, log.faults)
             step += 1
 
-            stopped = stop.agreed()
-            saves = stopped or step == horizon.num_steps or step % config.run.save_every_steps == 0
+            stopped, by_clock, has_failed = stop.agreed(*run.saver.notes())
+            saves = run.saver.is_due(step, by_clock, has_failed) or stopped or step == horizon.num_steps
             if saves or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
                 write_log(run, log, step, lr, meters)
             pictures = config.run.picture_every_steps
@@ -258,10 +266,9 @@ def preview_sheet(run: Pretraining, step: int) -> Image.Image:
 
 
 def save(run: Pretraining, step: int) -> None:
-    """Writes a checkpoint on the first process."""
-    if run.accelerator.is_main_process:
-        config = identity(run.config, run.shards.manifest.hash, run.plan.global_batch_size, run.accelerator)
-        save_checkpoint(run.folder / "checkpoints", step, config, run.model, run.optimizer, run.config.run.keep_checkpoints)
+    """Saves a checkpoint."""
+    record = identity(run.config, run.shards.manifest.hash, run.plan.global_batch_size, run.accelerator)
+    run.saver.save(step, record, run.model, run.optimizer)
 
 
 def finish(run: Pretraining) -> None:

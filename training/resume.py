@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import nn
 from tqdm import tqdm
 
@@ -62,10 +63,17 @@ def resume(
         The checkpoint, already restored; None where there is none.
 
     Raises:
-        UserError: the data, the global batch size, or what must agree, is another than in the checkpoint.
+        UserError: no checkpoint is valid, or the newest is of a newer format; it is of another model; the data, the global
+            batch size, or what must agree, is another than in the checkpoint; or the processes see different folders.
     """
     checkpoint, complaints = newest_checkpoint(folder)
-    accelerator.wait_for_everyone()  # all have looked, before the first process renames anything
+    # This also waits until all have looked, before the first process renames anything.
+    steps = gather_object([None if checkpoint is None else checkpoint.step])
+    if len(set(steps)) > 1:
+        raise UserError(
+            f"{folder}: the processes find checkpoints of different steps there ({', '.join(map(str, steps))}): put "
+            "--output_dir on a disk that all machines share"
+        )
     for path, complaint in complaints.items():
         if accelerator.is_main_process:
             path.rename(path.with_suffix(".damaged"))

@@ -1,9 +1,12 @@
 """One run: its processes, its folder, its signals, its logs."""
 
+import contextlib
+import math
 import os
 import signal
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -12,7 +15,7 @@ from typing import IO, Any, Literal, cast
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
 
 from training.checkpoint import replacing
 from training.cli import UserError, config_to_yaml, flat_config, flatten, read_yaml
@@ -44,14 +47,24 @@ class RunConfig:
     """Optimizer steps between two pictures in TensorBoard; 0: only at the end."""
     save_every_steps: int = 500
     """Optimizer steps between two checkpoints, at least 1."""
+    save_every_minutes: float | None = None
+    """Longest time between two checkpoints, in minutes, above 0: a crash loses no more than that. It goes by the clock of the
+    first process."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay, at least 1."""
+    """How many of the newest checkpoints stay, at least 1; while one is written there is one more."""
+    milestone_every_epochs: float | None = None
+    """Passes over the data set between two checkpoints that stay for ever, above 0; they come on top of keep_checkpoints."""
 
     def __post_init__(self) -> None:
         if min(self.log_every_steps, self.save_every_steps, self.keep_checkpoints) < 1:
             raise ValueError("run.log_every_steps, run.save_every_steps and run.keep_checkpoints must be at least 1")
         if min(self.picture_every_steps, self.cpu_threads) < 0:
             raise ValueError("run.picture_every_steps and run.cpu_threads must be at least 0")
+        for name, period in (
+            ("save_every_minutes", self.save_every_minutes), ("milestone_every_epochs", self.milestone_every_epochs),
+        ):  # fmt: skip
+            if period is not None and not 0 < period < math.inf:
+                raise ValueError(f"run.{name} must be above 0 and finite, not {period}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"run.seed must lie in 0 .. 2^32 - 1, not {self.seed}")
 
@@ -152,7 +165,34 @@ def lock_run_folder(folder: Path) -> IO[str]:
         raise UserError(
             f"output_dir {folder} is in use by another program: wait for its end, or choose another --output_dir"
         ) from None
+    if hasattr(os, "register_at_fork"):  # reader processes would hold the lock for seconds after this process was killed
+        os.register_at_fork(after_in_child=file.close)
     return file
+
+
+def lock_for_run(folder: Path, accelerator: Accelerator) -> AbstractContextManager[object]:
+    """Locks a run folder on the first process, before anything in it is looked at; all processes must call it.
+
+    Returns:
+        What keeps the lock until it is left; on the other processes nothing.
+
+    Raises:
+        UserError: another program has the lock, or the folder cannot be made; on all processes.
+    """
+    lock: AbstractContextManager[object] = contextlib.nullcontext()
+    message = ""
+    if accelerator.is_main_process:
+        try:
+            lock = lock_run_folder(folder)
+        except UserError as error:
+            message = str(error)
+        except OSError as error:
+            message = f"cannot write to output_dir {folder}: {error.strerror}"
+    shared = [message]
+    broadcast_object_list(shared)
+    if shared[0]:
+        raise UserError(shared[0])
+    return lock
 
 
 def save_config(folder: Path, config: Any) -> None:
@@ -187,17 +227,23 @@ class StopRequest:
             sys.exit(128 + number)
         self.signal = signal.Signals(number)
 
-    def agreed(self) -> bool:
+    def agreed(self, *notes: bool) -> list[bool]:
         """Says whether any process has noted a signal; all processes must ask at the same step, and get the same answer.
 
         Of many processes the asking is a collective between their CPUs: the devices are not waited for.
+
+        Args:
+            notes: further things to agree upon, as many on every process.
+
+        Returns:
+            Whether any process has noted a signal, then of each note whether any process makes it.
         """
-        noted = self.signal is not None
+        noted = [self.signal is not None, *notes]
         if self._group is None:
             return noted
-        flag = torch.tensor([int(noted)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(flag.item())
+        flags = torch.tensor(noted, dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in flags.tolist()]
 
     @property
     def exit_status(self) -> int:

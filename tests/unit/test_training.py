@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import os
 import signal
@@ -10,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models.mae import MAEConfig, MaskedAutoencoder, build_mae
+from models.mae import MaskedAutoencoder
 from pretrain.config import MAY_CHANGE_ON_RESUME, PretrainConfig
-from training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint, replacing, restore, save_checkpoint
+from training.checkpoint import replacing
 from training.cli import UserError, parse_args
 from training.log import MetricsFile
 from training.machine import available_cores, cores_per_process, memory_mib, native_bfloat16
@@ -85,95 +83,6 @@ def test_lr_scale_of_a_group_multiplies_the_schedule() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
 
 
-def trained(model: MaskedAutoencoder, steps: int = 2) -> torch.optim.Optimizer:
-    optimizer = build_adamw(parameter_groups(model, 0.05), OptimConfig())
-    for step in range(steps):
-        set_lr(optimizer, 1e-3)
-        torch.manual_seed(step)
-        model(torch.randn(2, 3, 32, 32), torch.rand(2, 16)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def test_checkpoint_restores_weights_and_optimizer_bit_for_bit(
-    tiny_config: MAEConfig, tiny_mae: MaskedAutoencoder, tmp_path: Path
-) -> None:
-    optimizer = trained(tiny_mae)
-    path = save_checkpoint(tmp_path, 2, {"seed": 3}, tiny_mae, optimizer, keep=2)
-    checkpoint = read_checkpoint(path)
-    assert (checkpoint.step, checkpoint.config) == (2, {"seed": 3})
-
-    other = build_mae(tiny_config)
-    other_optimizer = build_adamw(parameter_groups(other, 0.05), OptimConfig())
-    restore(checkpoint, other, other_optimizer)
-    for model, its_optimizer in ((tiny_mae, optimizer), (other, other_optimizer)):  # one more step, the same on both
-        set_lr(its_optimizer, 1e-3)
-        torch.manual_seed(9)
-        model(torch.randn(2, 3, 32, 32), torch.rand(2, 16)).loss.backward()
-        its_optimizer.step()
-    for (name, one), (_, two) in zip(tiny_mae.state_dict().items(), other.state_dict().items(), strict=True):
-        assert torch.equal(one, two), name
-
-
-def test_newest_valid_checkpoint_is_found_past_torn_and_damaged_ones(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
-    optimizer = trained(tiny_mae)
-    for step in (1, 2, 3):
-        save_checkpoint(tmp_path, step, {}, tiny_mae, optimizer, keep=9)
-    torn = checkpoint_path(tmp_path, 3)
-    torn.write_bytes(torn.read_bytes()[:-100])
-    damaged = checkpoint_path(tmp_path, 2)
-    content = bytearray(damaged.read_bytes())
-    content[-50] ^= 1
-    damaged.write_bytes(content)
-    checkpoint, complaints = newest_checkpoint(tmp_path)
-    assert checkpoint is not None
-    assert checkpoint.step == 1
-    assert list(complaints) == [torn, damaged]
-    assert "cut off" in complaints[torn]
-    assert "does not match its hash" in complaints[damaged]
-    checkpoint_path(tmp_path, 1).write_bytes(b"")
-    with pytest.raises(UserError, match="no valid checkpoint"):
-        newest_checkpoint(tmp_path)
-    assert newest_checkpoint(tmp_path / "none") == (None, {})
-
-
-def test_foreign_and_newer_files_are_refused(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
-    foreign = tmp_path / "step_00000001.safetensors"
-    save_file({"a": torch.zeros(1)}, foreign)
-    with pytest.raises(UserError, match="not a checkpoint"):
-        read_checkpoint(foreign)
-    path = save_checkpoint(tmp_path, 2, {}, tiny_mae, trained(tiny_mae), keep=9)
-    record = {"version": 99, "step": 2, "config": {}, "hash": ""}
-    save_file(load_file(path), path, metadata={"checkpoint": json.dumps(record)})
-    with pytest.raises(UserError, match="format 99"):
-        read_checkpoint(path)
-
-
-def test_checkpoint_of_another_model_is_refused(tiny_config: MAEConfig, tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
-    checkpoint = read_checkpoint(save_checkpoint(tmp_path, 2, {}, tiny_mae, trained(tiny_mae), keep=1))
-    wider = build_mae(dataclasses.replace(tiny_config, decoder_embed_dim=32))
-    with pytest.raises(UserError, match="another model"):
-        restore(checkpoint, wider, build_adamw(parameter_groups(wider, 0.05), OptimConfig()))
-
-
-def test_only_the_newest_checkpoints_stay(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
-    optimizer = trained(tiny_mae)
-    for step in range(1, 6):
-        save_checkpoint(tmp_path, step, {}, tiny_mae, optimizer, keep=2)
-    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 4), checkpoint_path(tmp_path, 5)]
-
-
-def test_the_checkpoint_just_written_stays_whatever_lies_beside_it(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
-    optimizer = trained(tiny_mae)
-    later = checkpoint_path(tmp_path, 200)
-    later.write_bytes(b"torn")
-    rubbish = tmp_path / ".step_00000300.safetensors.123.tmp"
-    rubbish.write_bytes(b"half")
-    path = save_checkpoint(tmp_path, 150, {}, tiny_mae, optimizer, keep=1)
-    assert sorted(tmp_path.iterdir()) == [path, later]
-
-
 def test_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
@@ -191,21 +100,6 @@ def test_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path: Path) -> None
         temporary.write_text("new")
         assert path.read_text() == "old"
     assert path.read_text() == "new"
-
-
-def test_checkpoints_can_be_read_by_whom_the_umask_lets(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        path = save_checkpoint(tmp_path, 1, {}, tiny_mae, trained(tiny_mae), keep=1)
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
-def test_unwritable_place_is_a_users_error(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write the checkpoint"):
-        save_checkpoint(tmp_path / "file", 1, {}, tiny_mae, trained(tiny_mae), keep=1)
 
 
 def test_meters_give_means_since_the_last_time() -> None:
@@ -277,14 +171,12 @@ def test_metrics_after_the_last_checkpoint_are_dropped_on_resume(tmp_path: Path)
     assert json.loads(path.read_text().splitlines()[-1])["loss"] == 5.0
 
 
-def test_first_signal_is_noted_and_the_second_ends_the_program() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_and_handlers_are_given_back(number: signal.Signals) -> None:
     with StopRequest() as stop:
         assert (stop.signal, stop.exit_status) == (None, 0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (stop.signal, stop.exit_status) == (signal.SIGTERM, 143)
-        with pytest.raises(SystemExit) as caught:
-            signal.raise_signal(signal.SIGINT)
-        assert caught.value.code == 130
+        os.kill(os.getpid(), number)
+        assert (stop.signal, stop.exit_status) == (number, 128 + number)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
