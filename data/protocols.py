@@ -274,6 +274,8 @@ def ask(function: Callable[[], Result], config: FetchConfig) -> Result:
     if error is None:
         return answer
     text = " ".join(str(error).split()) or "it was refused"
+    if type(error).__name__ == "NoCredentialsError":
+        text += "; give them in ~/.aws or in the environment, or set FSSPEC_S3_ANON=true for a public bucket"
     if isinstance(error, _FINAL_ERRORS) or type(error).__name__ in _FINAL_ERROR_NAMES:
         raise Refused(f"{type(error).__name__}: {text}", is_missing=isinstance(error, FileNotFoundError)) from error
     if isinstance(error, TimeoutError):

@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import numpy as np
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from data.cache import ShardCache, shard_cache
 from data.errors import DataError
@@ -49,7 +47,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ShardCache:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
-    running = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    pytest.importorskip("s3fs")
+    running = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
     yield f"http://{host}:{port}"
@@ -67,7 +66,7 @@ def s3(moto: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "AWS_EC2_METADATA_DISABLED": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
+    client = pytest.importorskip("boto3").client("s3")
     client.create_bucket(Bucket=BUCKET)
     for file in local.iterdir():
         client.put_object(Bucket=BUCKET, Key=f"set/{file.name}", Body=file.read_bytes())
@@ -141,6 +140,7 @@ def test_a_shard_that_can_not_be_fetched_ends_the_run(server: FileServer, cache:
 
 
 def test_a_stalling_bucket_is_noticed(local: Path, cache: ShardCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("s3fs")
     shutil.copytree(local, tmp_path / "served" / BUCKET / "set")
     impatient = ShardCache(cache.folder, cache.max_bytes, FetchConfig(read_timeout_s=1, num_attempts=2, first_pause_s=0.01))
     with FileServer(tmp_path / "served") as server:

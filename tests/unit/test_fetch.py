@@ -267,6 +267,7 @@ def test_missing_files_and_credentials_are_final_everywhere(slow: type[Slow]) ->
         slow.errors, slow.asked = (error,) * 9, ()
         message = failure("abc://host/0.tar")
         assert type(error).__name__ in message
+        assert ("FSSPEC_S3_ANON" in message) is isinstance(error, no_credentials)
         assert len(slow.asked) == 2
 
 
