@@ -55,9 +55,15 @@ def moto() -> Iterator[str]:
     running.stop()
 
 
+def forget_connections() -> None:
+    """fsspec keeps file systems by their arguments, of which the environment is none."""
+    pytest.importorskip("s3fs").S3FileSystem.clear_instance_cache()
+
+
 @pytest.fixture
 def s3(moto: str, local: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of the data set in a bucket."""
+    forget_connections()
     for name, value in {
         "AWS_ENDPOINT_URL": moto,
         "AWS_ACCESS_KEY_ID": "key",
@@ -139,22 +145,34 @@ def test_a_shard_that_can_not_be_fetched_ends_the_run(server: FileServer, cache:
     assert "\n" not in str(caught.value)
 
 
-def test_a_stalling_bucket_is_noticed(local: Path, cache: ShardCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("s3fs")
+@pytest.fixture
+def bucket_that_fails(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    """Stands for S3, as far as reading goes."""
+    forget_connections()
     shutil.copytree(local, tmp_path / "served" / BUCKET / "set")
-    impatient = ShardCache(cache.folder, cache.max_bytes, FetchConfig(read_timeout_s=1, num_attempts=2, first_pause_s=0.01))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
     with FileServer(tmp_path / "served") as server:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "x")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        shards = open_shards(f"s3://{BUCKET}/set", impatient)
-        path = f"{BUCKET}/set/000000.tar"
-        server.faults[path] = [Fault(num_sent=100, stalls=True)]
-        with ShardReader(shards) as reader:
-            assert reader.read(0).key == "000000000"
-        server.faults[f"{BUCKET}/set/000001.tar"] = [Fault(num_sent=100, stalls=True)] * 9
-        with ShardReader(shards) as reader, pytest.raises(DataError, match=r"000001\.tar can not be read: 2 attempts failed"):
-            reader.read(10)
+        yield server
+
+
+def test_a_stalling_bucket_is_noticed(bucket_that_fails: FileServer, cache: ShardCache) -> None:
+    path = f"{BUCKET}/set/000000.tar"
+    shards = open_shards(f"s3://{BUCKET}/set", cache)
+    bucket_that_fails.faults[path] = [Fault(num_sent=100, stalls=True)]
+    with ShardReader(shards) as reader:
+        assert reader.read(0).key == "000000000"
+    assert bucket_that_fails.counts()[path] == 2
+
+
+def test_a_bucket_is_asked_as_often_as_it_is_said(bucket_that_fails: FileServer, cache: ShardCache) -> None:
+    path = f"{BUCKET}/set/000001.tar"
+    shards = open_shards(f"s3://{BUCKET}/set", cache)
+    bucket_that_fails.faults[path] = [Fault(status=503)] * 99
+    with ShardReader(shards) as reader, pytest.raises(DataError, match=r"000001\.tar can not be read: 3 attempts failed"):
+        reader.read(10)
+    assert bucket_that_fails.counts()[path] == 3
 
 
 def test_commands_are_a_place_too(local: Path, cache: ShardCache) -> None:
