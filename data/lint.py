@@ -23,6 +23,7 @@ from data.errors import BadImage, DataError
 from data.faults import printable
 from data.indexing import map_tasks
 from data.lint_rules import RULE_OF_CAUSE, RULES
+from data.places import is_remote
 from data.shards import (
     IMAGE_SUFFIXES,
     INDEX_NAME,
@@ -370,7 +371,9 @@ def lint_tars(
         total.merge(report)
         yield path.name, report
     for name in sorted(known.keys() - {path.name for path in paths}):
-        if not paths[0].with_name(name).exists():
+        if is_remote(name):
+            whole.findings.add(Finding("remote_shard", name, "", "it lies elsewhere and was not looked at"))
+        elif not (paths[0].parent / name).exists():
             whole.findings.add(Finding("missing_shard", name, "", "the file does not exist"))
     if not total.num_samples:
         whole.findings.add(Finding("no_samples", "", "", f"{len(paths)} tars hold no samples with one image"))

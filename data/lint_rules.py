@@ -80,6 +80,7 @@ RULES: dict[str, Rule] = {
     # The data set
     "bad_manifest": Rule("error", f"{MANIFEST_NAME} or the index can not be used", _INDEX),
     "missing_shard": Rule("error", "a shard that the manifest lists is not there", f"copy it there, or {_INDEX}"),
+    "remote_shard": Rule("warning", "a shard that lies elsewhere: it is not checked", "copy it here to have it checked"),
     "unlisted_shard": Rule("warning", "a tar that the manifest does not list: it is not read", _INDEX),
     "size_differs": Rule("error", "a shard of another size than the manifest says", f"copy it again, or {_INDEX}"),
     "hash_differs": Rule("error", "a shard of other content than the manifest says", f"copy it again, or {_INDEX}"),

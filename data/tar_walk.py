@@ -72,44 +72,38 @@ def walk_tar(file: BinaryIO) -> Iterator[Member | Damage]:
         file: seekable; its position is moved.
     """
     num_bytes = file.seek(0, os.SEEK_END)
-    offset, pending, num_members, is_damaged = 0, _Pending(), 0, False
-    while True:
-        block = _read(file, offset, BLOCK)
-        if len(block) < BLOCK:
-            if block or not is_damaged:  # otherwise what was said last went on to the end
-                yield _end_of_file(offset, block, pending)
+    offset, found = 0, None
+    while len(block := _read(file, offset, BLOCK)) == BLOCK:
+        found, offset = _look(file, offset, block, found if isinstance(found, _Pending) else _Pending(), num_bytes)
+        if found is None:
             return
-        is_damaged = True
-        if block.count(0) == BLOCK:
-            damage = _look_behind_zeros(file, offset, num_bytes)
-            if damage is None:
-                return
-            yield damage
-            offset, pending = offset + damage.num_bytes, _Pending()
-            continue
-        header = _parse(block)
-        found = "its checksum is wrong" if header is None else _read_extended(file, offset, header, num_bytes, pending)
-        if header is None or isinstance(found, str):
-            damage = _bad_header(file, offset, num_bytes, str(found), num_members)
-            yield damage
-            offset, pending = offset + damage.num_bytes, _Pending()
-            continue
-        is_damaged = False
-        if isinstance(found, _Pending):
-            offset, pending = offset + BLOCK + _padded(header.size), found
-            continue
-        offset, member = found, _member(header, found, pending)
-        has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES
-        end = offset + (_padded(pending.size if pending.size is not None else header.size) if has_data else 0)
-        pending = _Pending()
-        if has_data and offset + member.size > num_bytes:
-            damage, is_damaged = _cut_off(file, offset, num_bytes, member), True
-            yield damage
-            offset += damage.num_bytes
-            continue
-        num_members += 1
-        yield member
-        offset = end
+        if not isinstance(found, _Pending):
+            yield found
+    if block or not isinstance(found, Damage):  # otherwise what was said last went on to the end
+        yield _end_of_file(offset, block, found if isinstance(found, _Pending) else _Pending())
+
+
+def _look(
+    file: BinaryIO, offset: int, block: bytes, pending: _Pending, num_bytes: int
+) -> tuple[Member | Damage | _Pending | None, int]:
+    """Says what stands where a header is expected, None at the end of the archive, and where the next header is expected."""
+    if block.count(0) == BLOCK:
+        damage = _look_behind_zeros(file, offset, num_bytes)
+        return damage, offset + (damage.num_bytes if damage else 0)
+    header = _parse(block)
+    start = "its checksum is wrong" if header is None else _read_extended(file, offset, header, num_bytes, pending)
+    if header is None or isinstance(start, str):
+        damage = _bad_header(file, offset, num_bytes, str(start))
+        return damage, offset + damage.num_bytes
+    if isinstance(start, _Pending):
+        return start, offset + BLOCK + _padded(header.size)
+    member = _member(header, start, pending)
+    if not header.isreg() and header.type in tarfile.SUPPORTED_TYPES:  # it has no data, whatever its size says
+        return member, start
+    if start + member.size > num_bytes:
+        damage = _cut_off(file, start, num_bytes, member)
+        return damage, start + damage.num_bytes
+    return member, start + _padded(member.size)
 
 
 def _read(file: BinaryIO, offset: int, count: int) -> bytes:
@@ -216,10 +210,10 @@ def _cut_off(file: BinaryIO, offset: int, num_bytes: int, member: Member) -> Dam
     return Damage("truncated", offset, until - offset, member.name, reason)
 
 
-def _bad_header(file: BinaryIO, offset: int, num_bytes: int, what: str, num_members: int) -> Damage:
+def _bad_header(file: BinaryIO, offset: int, num_bytes: int, what: str) -> Damage:
     following = find_header(file, offset + 1, num_bytes)
     until = num_bytes if following is None else following
-    kind = "not_a_tar" if num_members == 0 and offset == 0 and following is None else "bad_header"
+    kind = "not_a_tar" if offset == 0 and following is None else "bad_header"
     return Damage(kind, offset, until - offset, "", f"no header of a member can be read: {what}")
 
 

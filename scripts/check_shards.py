@@ -17,6 +17,7 @@ from data.decode import MAX_PIXELS
 from data.errors import DataError
 from data.lint import LintReport, lint_tars
 from data.lint_rules import RULES
+from data.places import is_remote
 from data.shards import MANIFEST_NAME, Manifest
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
@@ -96,9 +97,10 @@ def find_shards(given: tuple[Path, ...]) -> list[Path]:
     paths = set(folder.glob("*.tar"))
     if (folder / MANIFEST_NAME).is_file():
         with contextlib.suppress(DataError):  # `lint_tars` says what is wrong with it
-            paths |= {folder / shard.name for shard in Manifest.load(folder / MANIFEST_NAME).shards}
+            names = [shard.name for shard in Manifest.load(folder / MANIFEST_NAME).shards]
+            paths |= {folder / name for name in names if not is_remote(name)}
     if not paths:
-        raise DataError(f"{folder} holds no *.tar files; expected a folder of tar shards")
+        raise DataError(f"{folder} holds no *.tar files; expected a folder of tar shards that lie here")
     return sorted(paths)
 
 

@@ -280,6 +280,14 @@ def test_unlisted_shards_and_labels_beyond_the_classes_are_named(ours: Path) -> 
     assert dict(report.findings.counts) == {"unlisted_shard": 1, "label_beyond_classes": 1}
 
 
+def test_shards_that_lie_elsewhere_are_named_as_not_checked(ours: Path) -> None:
+    manifest = Manifest.load(ours / MANIFEST_NAME)
+    shards = (*manifest.shards[:2], dataclasses.replace(manifest.shards[2], name="https://example.org/000002.tar"))
+    (ours / MANIFEST_NAME).write_text(dataclasses.replace(manifest, shards=shards).to_json())
+    report = check(*sorted(ours.glob("*.tar"))[:2])
+    assert only(report, "remote_shard").shard == "https://example.org/000002.tar"
+
+
 def test_every_cause_has_a_rule_and_every_rule_says_what_to_do() -> None:
     assert RULE_OF_CAUSE.keys() == set(get_args(Cause))
     assert set(RULE_OF_CAUSE.values()) <= RULES.keys()
