@@ -138,7 +138,9 @@ class _Received:
             raise WrongContent(f"it has more than the {self.num_expected} bytes that were expected")
         try:
             self.target.seek(position)
-            self.target.write(block)
+            left = memoryview(block)
+            while left:  # a raw file may take a part, as it does when the disk is nearly full
+                left = left[self.target.write(left) :]
         except OSError as error:  # the disk's fault, not the network's: another attempt would meet the same
             raise DataError(
                 f"what is read from elsewhere can not be written: {error.strerror}; make room on that disk"

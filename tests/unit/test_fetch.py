@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -204,6 +205,17 @@ def test_a_full_disk_is_no_failure_of_the_network(server: FileServer) -> None:
     with pytest.raises(DataError, match="No space left on device; make room"):
         download(Place(f"{server.url}/0.tar"), FullDisk(), QUICK)
     assert len(server.requests) == 1
+
+
+class SlowDisk(io.BytesIO):
+    def write(self, block: Any) -> int:
+        return super().write(block[:777])
+
+
+def test_a_disk_that_takes_parts_gets_all(server: FileServer) -> None:
+    target = SlowDisk()
+    download(Place(f"{server.url}/0.tar"), target, QUICK)
+    assert target.getvalue() == CONTENT
 
 
 def test_pauses_grow_up_to_their_limit(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
