@@ -4,6 +4,7 @@ import io
 import os
 import sys
 import tarfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,10 @@ def factors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(factor)
         for view in views:  # no crop is enlarged because the decoder reduced too far, nor decoded larger than needed
             assert factor == 1 or (view.box.height >= factor * view.size[0] and view.box.width >= factor * view.size[1])
-        assert factor == 8 or any(min(v.box.height / v.size[0], v.box.width / v.size[1]) < 2 * factor for v in views)
+        is_narrow = min(header.height, header.width) < 64
+        assert (
+            factor == 8 or is_narrow or any(min(v.box.height / v.size[0], v.box.width / v.size[1]) < 2 * factor for v in views)
+        )
         return factor
 
     real = crops._reduction
@@ -260,6 +264,26 @@ def test_tiny_and_long_pictures(shape: tuple[int, int], backend: str) -> None:
     for size in ((1, 1), (8, 8), (50, 30)):
         for seed in range(6):
             assert worst_psnr(crop(data, [seed], size), crop_whole(data, [seed], size)) > 26
+
+
+def test_strong_reduction_one_way_is_antialiased(backend: str, factors: list[int]) -> None:
+    data = encode(photo(150, 150), subsampling=0)
+    assert worst_psnr(crop(data, [1, 2, 3], (120, 10)), crop_whole(data, [1, 2, 3], (120, 10))) > 45
+    assert set(factors) == {1}
+
+
+def test_narrow_pictures_are_not_reduced(backend: str, factors: list[int]) -> None:
+    data = encode(photo(63, 200))
+    assert worst_psnr(crop(data, [1], (5, 5)), crop_whole(data, [1], (5, 5))) > 26
+    assert factors == [1]
+
+
+def test_warnings_of_metadata_do_not_reach_the_log(backend: str) -> None:
+    data = encode(photo(100, 100), exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\x01\x12")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert crop(data, [1], (20, 20))[0].shape == (3, 20, 20)
+    assert caught == []
 
 
 def odd_files() -> dict[str, bytes]:

@@ -75,6 +75,26 @@ def test_exif_orientation_is_applied(orientation: int, image_format: str) -> Non
     assert np.abs(decoded.permute(1, 2, 0).numpy().astype(int) - upright).mean() < 8
 
 
+@pytest.mark.parametrize("orientation", [1, 4, 5, 6])
+@pytest.mark.parametrize("options", [{}, {"subsampling": 0}, {"progressive": True}])
+@pytest.mark.parametrize("is_grey", [False, True])
+def test_simplejpegs_pixels_are_pillows(
+    orientation: int, options: dict[str, Any], is_grey: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("simplejpeg")
+    noise = np.random.default_rng(0).integers(0, 256, (37, 50) if is_grey else (37, 50, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(noise, "JPEG", exif=exif, **options)
+    by_simplejpeg = [decode_image(data, num_channels) for num_channels in (1, 3, None)]
+    monkeypatch.setattr("data.decode.decode_jpeg", lambda *_: None)
+    by_pillow = [decode_image(data, num_channels) for num_channels in (1, 3, None)]
+    for mine, expected in zip(by_simplejpeg, by_pillow, strict=True):
+        assert mine.shape == expected.shape
+        # Equal where both hold the same libjpeg-turbo; Pillow of a Linux distribution may hold another.
+        assert (mine.int() - expected.int()).abs().max() <= 1
+
+
 @pytest.mark.parametrize("exif", [b"MM\0*\0\0\0\x08\xff\xff\x01\x12", b"no TIFF header", b"II*\0"])
 @pytest.mark.parametrize("image_format", ["JPEG", "PNG", "WEBP"])
 def test_broken_exif_does_not_lose_the_picture(exif: bytes, image_format: str) -> None:
@@ -186,7 +206,7 @@ def test_bad_images_are_refused_with_their_cause(data: bytes, num_channels: int,
     assert "0x" not in str(caught.value), "a message must not change from run to run"
 
 
-@pytest.mark.parametrize("image_format", ["PNG", "npy"])
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "npy"])
 def test_pixel_limit_is_checked_before_decoding(image_format: str) -> None:
     noise = np.random.default_rng(0).integers(256, size=(10, 20), dtype=np.uint8)
     data = encode(noise, image_format)
