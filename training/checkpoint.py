@@ -72,7 +72,8 @@ def training_tensors(
 def write_checkpoint(path: Path, step: int, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Writes a checkpoint whole or not at all.
 
-    The file is written under another name, flushed to the disk and renamed: a crash leaves the older checkpoints alone.
+    The file is written under another name, flushed to the disk and renamed: a crash leaves the older checkpoints alone. What
+    interrupted writes left in the folder is deleted first: it may take the room that this one needs.
 
     Args:
         path: of the file, see `checkpoint_path`; its folder is made if absent.
@@ -86,6 +87,8 @@ def write_checkpoint(path: Path, step: int, config: dict[str, Any], tensors: dic
     record = {"version": FORMAT_VERSION, "step": step, "config": config, "hash": _hash(tensors)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in path.parent.glob(f".{_PATTERN}.*.tmp"):
+            leftover.unlink(missing_ok=True)
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata={"checkpoint": json.dumps(record)})
         _flush_names(path.parent)
@@ -120,7 +123,7 @@ def _flush_names(folder: Path) -> None:
 
 
 def prune_checkpoints(folder: Path, newest: Path, keep: int) -> None:
-    """Deletes checkpoints older than the newest `keep`, and what interrupted writes left behind.
+    """Deletes checkpoints older than the newest `keep`.
 
     Milestones are neither deleted nor counted, nor is a checkpoint later than `newest` touched.
 
@@ -133,7 +136,7 @@ def prune_checkpoints(folder: Path, newest: Path, keep: int) -> None:
         UserError: one cannot be deleted.
     """
     older = sorted(path for path in folder.glob(_PATTERN) if path.name <= newest.name and not path.name.endswith(_MILESTONE))
-    for path in [*older[:-keep], *folder.glob(f".{_PATTERN}.*.tmp")]:
+    for path in older[:-keep]:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
