@@ -21,6 +21,7 @@ MAY_CHANGE_ON_RESUME = (
     "run.picture_every_steps",
     "run.save_every_steps",
     "run.save_every_minutes",
+    "run.timeout_minutes",
     "run.keep_checkpoints",
     "run.milestone_every_epochs",
     "data.train",  # the folders may have moved: that they hold the same data is checked by the manifests' hashes

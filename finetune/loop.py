@@ -36,6 +36,7 @@ from models.heads import Classifier, build_classifier
 from training.cli import UserError
 from training.faults import FaultLog
 from training.features import weights_hash
+from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
 from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
 from training.optim import LARS, build_adamw, layer_groups, set_lr
@@ -114,6 +115,7 @@ def set_up(config: FinetuneConfig) -> Finetuning:
             "without pretraining add --from_scratch True"
         )
     accelerator = build_accelerator(config.run, folder)
+    require_agreement(accelerator, facts_of_launch(config))  # before any other thing that they do together
     data = open_training_data(config.data, config.run.seed)
     classifier, encoder = build_model(config, data.num_classes)
     for shards in (data.train, data.val):
@@ -154,10 +156,11 @@ def set_up(config: FinetuneConfig) -> Finetuning:
                 if ema is not None:
                     ema.module.load_state_dict(checkpoint.part(EMA_PREFIX), strict=True)
         lock = stack.pop_all()
+    # Every process has read the folder before the first one writes to it.
+    require_agreement(accelerator, facts_of_start(now, horizon.num_steps, start_step))
     if config.run.compile:
         classifier.compile()  # in place: parameter names stay as they are
     wrapped, optimizer = accelerator.prepare(classifier, optimizer)
-    accelerator.wait_for_everyone()  # every process has read the folder before the first one writes to it
     if accelerator.is_main_process:
         save_config(folder, config)
     saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(data.rows), accelerator)
@@ -273,7 +276,13 @@ def train(run: Finetuning) -> int:
     )  # fmt: skip
     step, stopped, scores = run.start_step, False, None
     run.classifier.train()
-    with StopRequest() as stop, log, run.saver, contextlib.closing(clock.watch(iter(build_loader(run)))) as batches:
+    with (
+        StopRequest(config.run.timeout) as stop,
+        log,
+        run.saver,
+        contextlib.closing(clock.watch(iter(build_loader(run)))) as batches,
+        contact(run.folder, config.run.timeout_minutes),
+    ):
         while step < horizon.num_steps and not stopped:
             lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
             set_lr(run.optimizer, lr)

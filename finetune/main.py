@@ -6,6 +6,7 @@ from finetune.config import FinetuneConfig
 from finetune.loop import set_up, train
 from finetune.measure import measure_only
 from training.cli import parse_args, user_errors
+from training.launch import contact, mistakes_of_one
 
 
 def main() -> int:
@@ -15,9 +16,9 @@ def main() -> int:
         with user_errors():
             measure_only(config)
         return 0
-    with user_errors():
+    with user_errors(), mistakes_of_one(), contact(None, config.run.timeout_minutes):
         run = set_up(config)
-    with user_errors(every_process=True), run.lock:
+    with user_errors(every_process=True), contact(run.folder, config.run.timeout_minutes), run.lock:
         return train(run)
 
 

@@ -25,6 +25,7 @@ MAY_CHANGE_ON_RESUME = (
     "run.picture_every_steps",
     "run.save_every_steps",
     "run.save_every_minutes",
+    "run.timeout_minutes",
     "run.keep_checkpoints",
     "run.milestone_every_epochs",
     "data.train",  # the folder may have moved: that it holds the same data is checked by the manifest's hash

@@ -27,6 +27,7 @@ from training.checkpoint import replacing
 from training.cli import UserError
 from training.faults import FaultLog
 from training.knn import OnlineProbe, is_due
+from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
 from training.log import RunLog, require_finite
 from training.meters import Meters, WaitClock
 from training.optim import build_adamw, parameter_groups, set_lr
@@ -76,6 +77,7 @@ def set_up(config: PretrainConfig) -> Pretraining:
     folder = Path(config.output_dir)
     check_run_folder(folder, config, config.resume, (*MAY_CHANGE_ON_RESUME, *CHANGES_THE_RUN))
     accelerator = build_accelerator(config.run, folder)
+    require_agreement(accelerator, facts_of_launch(config))  # before any other thing that they do together
     try:
         model = build_mae(config.model)
     except ValueError as error:
@@ -102,18 +104,19 @@ def set_up(config: PretrainConfig) -> Pretraining:
     model.to(accelerator.device)
     optimizer = build_adamw(parameter_groups(model, config.optim.weight_decay), config.optim)
     start_step, resumed_from = 0, None
+    now = identity(config, shards.manifest.hash, plan.global_batch_size, accelerator)
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_for_run(folder, accelerator))  # before checkpoints are read: damaged ones are set aside
         if config.resume == "auto":
-            now = identity(config, shards.manifest.hash, plan.global_batch_size, accelerator)
             checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, {}, model, optimizer, accelerator)
             if checkpoint is not None:
                 start_step, resumed_from = checkpoint.step, checkpoint.path
         lock = stack.pop_all()
+    # Every process has read the folder before the first one writes to it.
+    require_agreement(accelerator, facts_of_start(now, horizon.num_steps, start_step))
     if config.run.compile:
         model.compile()  # in place: parameter names stay as they are
     wrapped, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.wait_for_everyone()  # every process has read the folder before the first one writes to it
     if accelerator.is_main_process:
         save_config(folder, config)
     saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(shards), accelerator)
@@ -164,7 +167,13 @@ def train(run: Pretraining) -> int:
         FaultLog(accelerator, run.folder, run.start_step, run.plan, config.data.max_bad_share),
     )  # fmt: skip
     step, stopped = run.start_step, False
-    with StopRequest() as stop, log, run.saver, contextlib.closing(clock.watch(iter(loader))) as batches:
+    with (
+        StopRequest(config.run.timeout) as stop,
+        log,
+        run.saver,
+        contextlib.closing(clock.watch(iter(loader))) as batches,
+        contact(run.folder, config.run.timeout_minutes),
+    ):
         if step == 0:
             measure(run, log, step)
         while step < horizon.num_steps and not stopped:

@@ -7,6 +7,7 @@ import difflib
 import errno
 import inspect
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -201,6 +202,6 @@ def user_errors(every_process: bool = False) -> Iterator[None]:
         return
     rank = os.environ.get("RANK")
     if every_process or os.environ.get("LOCAL_RANK", "0") == "0":
-        where = f" (process {rank})" if every_process and rank else ""
+        where = f" (process {rank} on {socket.gethostname()})" if every_process and rank else ""
         print(f"error{where}: {message}", file=sys.stderr, flush=True)
     raise SystemExit(EXIT_USER_ERROR)

@@ -2,12 +2,16 @@
 
 import contextlib
 import math
+import multiprocessing
 import os
 import signal
-import sys
+import socket
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Literal, cast
@@ -15,11 +19,14 @@ from typing import IO, Any, Literal, cast
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, set_seed
+from tqdm import tqdm
 
 from training.checkpoint import replacing
-from training.cli import UserError, config_to_yaml, flat_config, flatten, read_yaml
+from training.cli import UserError, config_to_yaml, flat_config, flatten, is_main_process, read_yaml
+from training.launch import check_launch, here
 from training.machine import best_device, cores_per_process, native_bfloat16
+from training.storage import private_folder
 
 try:
     import fcntl
@@ -50,6 +57,9 @@ class RunConfig:
     save_every_minutes: float | None = None
     """Longest time between two checkpoints, in minutes, above 0: a crash loses no more than that. It goes by the clock of the
     first process."""
+    timeout_minutes: float = 10.0
+    """Longest time that a process waits for the others where all do something together, in minutes, above 0; then the run ends.
+    More than the slowest needs to read its first images, or the first one to make a picture."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints stay, at least 1; while one is written there is one more."""
     milestone_every_epochs: float | None = None
@@ -65,16 +75,31 @@ class RunConfig:
         ):  # fmt: skip
             if period is not None and not 0 < period < math.inf:
                 raise ValueError(f"run.{name} must be above 0 and finite, not {period}")
+        if not 0 < self.timeout_minutes <= 10_000:
+            raise ValueError(f"run.timeout_minutes must be above 0 and at most 10,000, not {self.timeout_minutes}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"run.seed must lie in 0 .. 2^32 - 1, not {self.seed}")
+
+    @property
+    def timeout(self) -> timedelta:
+        """`timeout_minutes` as torch takes it."""
+        return timedelta(minutes=self.timeout_minutes)
 
 
 def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
     """Sets up the processes and their devices, and seeds each.
 
     Raises:
-        UserError: the launcher started several processes, but each believes that it is alone.
+        UserError: the launcher started several processes, but each believes that it is alone; or it asks for another way of
+            distribution than DDP.
+        RuntimeError: not all processes came within `run.timeout_minutes`.
     """
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # on CPUs accelerate would pass over them in silence
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise UserError(
+                f"the launcher asks for {name} (ACCELERATE_USE_{name}), this program distributes by DDP alone: launch without it "
+                "(--multi_gpu; `accelerate launch` also takes settings from the file that `accelerate env` names)"
+            )
     device_type = "cpu" if config.device == "cpu" else best_device().type
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and native_bfloat16(device_type))
     accelerator = Accelerator(
@@ -83,19 +108,19 @@ def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
         log_with="tensorboard",
         project_dir=str(folder),
         dynamo_backend="no",  # compiled by --run.compile alone, whatever the launcher's environment says
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=config.timeout),
+        ],
     )
     # Accumulation is counted by the loop, which divides the loss itself: the launcher's setting would divide it again.
     accelerator.gradient_accumulation_steps = 1
     if accelerator.device.type == "cpu":
         # `accelerate launch` sets OMP_NUM_THREADS=1 where nothing is said of it, which leaves the other cores idle.
         torch.set_num_threads(config.cpu_threads or cores_per_process())
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != launched:
-        raise UserError(
-            f"the launcher started {launched} processes, but this one belongs to a group of {accelerator.num_processes}; "
-            "see the README on starting several processes"
-        )
+    warning = check_launch(accelerator.num_processes, os.environ)
+    if warning:
+        tqdm.write(f"warning: {warning}")
     set_seed(config.seed)  # the same on every process: the weights must agree, and every other draw has a seed of its own
     return accelerator
 
@@ -173,12 +198,17 @@ def lock_run_folder(folder: Path) -> IO[str]:
 def lock_for_run(folder: Path, accelerator: Accelerator) -> AbstractContextManager[object]:
     """Locks a run folder on the first process, before anything in it is looked at; all processes must call it.
 
+    Warns where the machines of a run do not share the folder.
+
     Returns:
         What keeps the lock until it is left; on the other processes nothing.
 
     Raises:
         UserError: another program has the lock, or the folder cannot be made; on all processes.
     """
+    warning = private_folder(folder, accelerator)
+    if warning and accelerator.is_main_process:
+        tqdm.write(f"warning: {warning}")
     lock: AbstractContextManager[object] = contextlib.nullcontext()
     message = ""
     if accelerator.is_main_process:
@@ -205,27 +235,96 @@ def save_config(folder: Path, config: Any) -> None:
         raise UserError(f"cannot write to output_dir {folder}: {error.strerror}") from error
 
 
-class StopRequest:
-    """Notes Ctrl-C and SIGTERM, so that the loop can finish its step and save; a second one ends the program at once."""
+_REQUESTS = (signal.SIGINT, signal.SIGTERM)
+_WARNINGS = (signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()
+"""What SLURM's --signal=USR1@SECONDS sends before the time is over; Windows knows no such signal."""
+_TWIN_S = 0.5
+"""Two requests within this time are one: a launcher passes on what the terminal has sent to the whole group already."""
 
-    def __init__(self) -> None:
+_listening = False
+
+
+def _forget_wakeup() -> None:
+    """In a forked child: its signals are not its parent's."""
+    if _listening:
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_wakeup)
+
+
+class StopRequest:
+    """Notes Ctrl-C, SIGTERM and SIGUSR1, so that the loop can finish its step and save.
+
+    A second Ctrl-C or SIGTERM ends the program at once: a thread hears it, for in the middle of a step, or while it waits for
+    another process, Python itself calls no handler. SIGUSR1 is a warning and never the second: a SIGTERM that follows it is
+    the first. The exit status is 128 + the signal's number in either case: 130, 143, and 138 for SIGUSR1.
+
+    Args:
+        timeout: limit of the collective in `agreed`; None: that of Gloo, 30 minutes.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
         self.signal: signal.Signals | None = None
         # Gloo beside the run's own backend: NCCL would make the host wait for the device at every step.
         several = dist.is_initialized() and dist.get_world_size() > 1
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if several else None
+        group = dist.new_group(backend="gloo", timeout=timeout) if several else None
+        self._group = cast(dist.ProcessGroup | None, group)
 
     def __enter__(self) -> "StopRequest":
-        self._previous = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        global _listening
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        self._previous = {number: signal.signal(number, self._note) for number in (*_REQUESTS, *_WARNINGS)}
+        self._previous_wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        _listening = True
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        global _listening
+        _listening = False
+        signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        self._write.shutdown(socket.SHUT_RDWR)  # ends the thread, even where a forked child still holds the socket
+        self._thread.join()
+        self._write.close()
+        self._read.close()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is not None:
-            sys.exit(128 + number)
-        self.signal = signal.Signals(number)
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+
+    def _listen(self) -> None:
+        """Hears every signal that comes, as a byte of its number."""
+        told, first_s = False, math.inf
+        while numbers := self._read.recv(64):
+            for number in numbers:
+                if number in _REQUESTS and time.monotonic() - first_s > _TWIN_S:
+                    self._end_at_once(number)
+                if number in _REQUESTS:
+                    first_s = min(first_s, time.monotonic())
+                if number in (*_REQUESTS, *_WARNINGS) and not told and is_main_process():
+                    told = True
+                    name = signal.Signals(number).name
+                    self._tell(f"{name}: the step is finished and saved; Ctrl-C or SIGTERM from now on ends the run at once")
+
+    @staticmethod
+    def _tell(message: str) -> None:
+        os.write(2, f"\n{message}\n".encode())  # the main thread may hold the lock of sys.stderr
+
+    def _end_at_once(self, number: int) -> None:
+        where = f" ({here()})" if self._group is not None else ""
+        self._tell(
+            f"{signal.Signals(number).name} again: ended at once{where}; nothing was saved since the last checkpoint, go on "
+            "from there with --resume auto"
+        )
+        for reader in multiprocessing.active_children():
+            reader.kill()
+        os._exit(128 + number)
 
     def agreed(self, *notes: bool) -> list[bool]:
         """Says whether any process has noted a signal; all processes must ask at the same step, and get the same answer.

@@ -1,0 +1,225 @@
+"""Launches that went wrong are refused in one line; a lost process is told from other errors."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from data.errors import DataError
+from pretrain.config import PretrainConfig
+from training.cli import EXIT_USER_ERROR, UserError, user_errors
+from training.launch import (
+    EXIT_LOST_CONTACT,
+    check_launch,
+    code_hash,
+    contact,
+    describe_differences,
+    facts_of_launch,
+    facts_of_start,
+    lost_contact,
+    mistakes_of_one,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+
+GLOO_CLOSED = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Read error [10.0.0.7]:34567: Connection reset by peer. This "
+    "may indicate a possible application crash on rank 1 or a network set up issue."
+)
+GLOO_LATE = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"WORLD_SIZE": "4"}, "started 4 processes (WORLD_SIZE), but this one belongs to a group of 1"),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"}, "srun started 8 copies of this program (SLURM_STEP_NUM_TASKS)"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun started 2 copies"),
+    ],
+)
+def test_copies_that_believe_to_be_alone_are_refused(environment: dict[str, str], expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_launch(1, environment)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_launch_that_is_right_is_not_refused() -> None:
+    assert check_launch(1, {}) is None
+    assert check_launch(4, {"WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}) is None  # a task per machine
+    assert check_launch(1, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}) is None
+    warning = check_launch(1, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"})  # in a batch script, without srun
+    assert warning is not None
+    assert "has 8 tasks, but this run is one process" in warning
+
+
+def test_what_a_machine_may_have_of_its_own_is_no_fact_of_the_launch() -> None:
+    facts = facts_of_launch(PretrainConfig())
+    assert "--optim.base_lr" in facts
+    assert "--run.log_every_steps" in facts  # an entry of the log is a collective
+    assert not {"--data.train", "--run.cpu_threads", "--data.cache_dir"} & facts.keys()
+    assert {"version of torch", "program (hash of its files)", "decoder of JPEG files"} <= facts.keys()
+    start = facts_of_start({"manifest_hash": "a", "data.train": "/here"}, 100, 7)
+    assert start == {"manifest_hash": "a", "number of steps": 100, "step to start from": 7}
+
+
+def test_the_hash_of_the_program_changes_with_any_of_its_files(tmp_path: Path) -> None:
+    for room in ("models", "training"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "a.py").write_text("x = 1\n")
+    before = code_hash(tmp_path)
+    assert code_hash(tmp_path) == before
+    shutil.copytree(tmp_path, tmp_path / "elsewhere")
+    assert code_hash(tmp_path / "elsewhere") == before
+    (tmp_path / "training" / "a.py").write_text("x = 2\n")
+    assert code_hash(tmp_path) != before
+
+
+def test_differences_name_the_fact_the_processes_and_their_machines() -> None:
+    everyone = [
+        ("node1", {"--optim.base_lr": 0.1, "manifest_hash": "a"}),
+        ("node1", {"--optim.base_lr": 0.1, "manifest_hash": "a"}),
+        ("node2", {"--optim.base_lr": 0.2, "manifest_hash": "a"}),
+    ]
+    assert describe_differences(everyone) == "--optim.base_lr: 0.1 (process 0 on node1 and 1 more), 0.2 (process 2 on node2)"
+    many = [("a", {str(number): 0 for number in range(9)}), ("b", {str(number): 1 for number in range(9)})]
+    assert describe_differences(many).endswith("; and 6 more")
+    assert describe_differences([("a", {"new": 1}), ("b", {})]) == "new: 1 (process 0 on a), nothing (process 1 on b)"
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (GLOO_CLOSED, "connection reset by peer, [10.0.0.7]:34567"),
+        (GLOO_LATE, "timed out waiting"),
+        ("NCCL error in: x.cpp:1, remote process exited or there was a network error", "remote process exited"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", None),
+        ("CUDA error: the launch timed out and was terminated; timed out waiting", None),
+    ],
+)
+def test_a_lost_process_is_told_from_other_errors(monkeypatch: pytest.MonkeyPatch, message: str, expected: str | None) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert lost_contact(RuntimeError(message)) == expected
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert lost_contact(RuntimeError(message)) is None
+
+
+def test_lost_contact_is_one_line_with_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "checkpoints").mkdir()
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / f"step_{step:08d}.safetensors").touch()
+    with pytest.raises(SystemExit) as caught, contact(tmp_path, 10):
+        raise RuntimeError(GLOO_CLOSED)
+    assert caught.value.code == EXIT_LOST_CONTACT == 75
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error (process 1 on {socket.gethostname()}): lost contact with another process")
+    assert "--resume auto; the last checkpoint is step_00000020.safetensors" in line
+    with pytest.raises(SystemExit), contact(None, 7.5):
+        raise RuntimeError(GLOO_LATE)
+    line = capfd.readouterr().err
+    assert "waited 7.5 minutes" in line
+    assert "--run.timeout_minutes" in line
+    with pytest.raises(RuntimeError, match="a bug"), contact(tmp_path, 10):
+        raise RuntimeError("a bug")
+
+
+def test_a_mistake_that_only_one_process_meets_is_told_by_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first process of a machine speaks at once, by `user_errors`; another waits first."""
+    waited = list[float]()
+    monkeypatch.setattr("training.launch.time.sleep", waited.append)
+    for rank, expected, pause in (("0", "error: no shard\n", []), ("1", "error (process 1 on ", [3.0])):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as caught, user_errors(), mistakes_of_one():
+            raise DataError("no shard")
+        assert caught.value.code == EXIT_USER_ERROR
+        text = capfd.readouterr().err
+        assert text.startswith(expected)
+        assert text.endswith("no shard\n")
+        assert text.count("\n") == 1
+        assert waited == pause
+
+
+def together(tmp_path: Path, body: str) -> list[tuple[int, str]]:
+    """Runs a body on two real processes that are joined by Gloo; gives the exit status and stderr of each."""
+    program = tmp_path / "program.py"
+    head = f"""
+        import os, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from training.cli import UserError, user_errors
+        from training.launch import contact, require_agreement
+        from training.run import RunConfig, build_accelerator
+        rank = int(os.environ["RANK"])
+        with user_errors(every_process=True), contact(None, 0.2):
+            accelerator = build_accelerator(RunConfig(device="cpu", timeout_minutes=0.2), Path({str(tmp_path)!r}))
+    """
+    program.write_text(textwrap.dedent(head) + textwrap.indent(textwrap.dedent(body), "    "))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                           "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program)], env=common | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in ("0", "1")
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
+def test_processes_learn_together_what_differs_and_none_is_left_to_wait_for_one_that_ended(tmp_path: Path) -> None:
+    results = together(
+        tmp_path,
+        """
+        require_agreement(accelerator, {"--optim.base_lr": 0.1})
+        try:
+            require_agreement(accelerator, {"--optim.base_lr": 0.1, "step to start from": rank * 100})
+        except UserError as error:
+            print("refused:", error, file=sys.stderr)
+        if rank == 1:
+            raise KeyError("a bug")
+        require_agreement(accelerator, {})
+        """,
+    )
+    host = socket.gethostname()
+    for _, error in results:
+        (told,) = (line for line in error.splitlines() if line.startswith("refused:"))
+        assert f"do not agree on step to start from: 0 (process 0 on {host}), 100 (process 1 on {host})" in told
+        assert "base_lr" not in told
+    assert [status for status, _ in results] == [EXIT_LOST_CONTACT, 1]
+    survivor, failed = (error for _, error in results)
+    assert "lost contact with another process" in survivor
+    assert "Traceback" not in survivor
+    assert "a bug" in failed
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_ends_the_one_that_waits_for_it(tmp_path: Path) -> None:
+    results = together(
+        tmp_path,
+        """
+        if rank == 1:
+            import time
+            time.sleep(20)
+            os._exit(0)
+        require_agreement(accelerator, {})
+        """,
+    )
+    status, error = results[0]
+    assert status == EXIT_LOST_CONTACT, error
+    assert "waited 0.2 minutes for another process" in error
+    assert "Traceback" not in error
