@@ -13,14 +13,13 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.loader import Batch, BatchLoader, choose_normalization, preview_images
+from data.loader import Batch, BatchLoader, DataConfig, build_order, choose_normalization, open_source, preview_images
 from data.shards import ShardSet
-from data.sources import open_dataset
-from data.stream import BatchPlan, SampleOrder
+from data.stream import BatchPlan, Order
 from data.transforms import Normalization
 from models.mae import MaskedAutoencoder, build_mae
 from models.masking import seeded_noise
-from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, PretrainConfig
+from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, PretrainConfig, batch_plan
 from pretrain.pictures import reconstruction_sheet, reconstruction_triples, sheet_note
 from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import replacing
@@ -53,6 +52,7 @@ class Pretraining:
     wrapped: nn.Module
     """The model as accelerate distributes it: training steps."""
     optimizer: torch.optim.Optimizer
+    order: Order
     plan: BatchPlan
     horizon: Horizon
     start_step: int
@@ -83,15 +83,10 @@ def set_up(config: PretrainConfig) -> Pretraining:
     except ValueError as error:
         raise UserError(f"model: {error}") from error
 
-    shards = open_training_shards(config.data.train)
+    shards = open_training_shards(config.data)
+    order = build_order(shards, config.data, config.run.seed)
     normalization = choose_normalization(config.data, shards, config.model.in_chans)
-    plan = BatchPlan(
-        config.data.batch_size_per_process,
-        config.optim.accum_steps,
-        accelerator.num_processes,
-        accelerator.process_index,
-        config.data.views_per_image,
-    )
+    plan = batch_plan(config, accelerator.num_processes, accelerator.process_index)
     horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(shards), plan.global_batch_size)
     preview = preview_images(shards, config.model.img_size, config.model.in_chans, NUM_PREVIEW_IMAGES, config.data.max_pixels)
     probe = None
@@ -122,15 +117,15 @@ def set_up(config: PretrainConfig) -> Pretraining:
     saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(shards), accelerator)
     return Pretraining(
         config, folder, accelerator, shards, normalization, model, wrapped, cast(torch.optim.Optimizer, optimizer),
-        plan, horizon, start_step, resumed_from, preview.to(accelerator.device), probe, lock, saver,
+        order, plan, horizon, start_step, resumed_from, preview.to(accelerator.device), probe, lock, saver,
     )  # fmt: skip
 
 
-def open_training_shards(train: str) -> ShardSet:
+def open_training_shards(config: DataConfig) -> ShardSet:
     """Opens the data set that `data.train` names."""
-    if not train:
+    if not config.train:
         raise UserError('no data given: --data.train FOLDER (of images or of shards), a CSV table of images, or "digits"')
-    return open_dataset(train)
+    return open_source(config.train, config)
 
 
 def train(run: Pretraining) -> int:
@@ -147,17 +142,15 @@ def train(run: Pretraining) -> int:
     if accelerator.is_main_process:
         tqdm.write(
             describe_run(
-                config, run.shards, run.model, horizon, run.plan.global_batch_size, accelerator.num_processes,
-                accelerator.device, compute_dtype(accelerator),
+                config, run.shards, run.model, horizon, run.plan, accelerator.device, compute_dtype(accelerator),
             )
         )  # fmt: skip
         if run.probe:
             tqdm.write(f"   probe  {run.probe.describe()}")
         if run.resumed_from:
             tqdm.write(f"  resume  {run.resumed_from}")
-    order = SampleOrder(run.shards.first_sample, config.run.seed, config.data.shuffle_window, config.data.lanes)
     loader = BatchLoader(
-        run.shards, config.data, run.plan, order, config.model.img_size, config.model.in_chans,
+        run.shards, config.data, run.plan, run.order, config.model.img_size, config.model.in_chans,
         run.start_step, horizon.num_steps, pin_memory=accelerator.device.type == "cuda",
     )  # fmt: skip
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
@@ -229,7 +222,7 @@ def write_log(run: Pretraining, log: RunLog, step: int, lr: float, meters: Meter
 
 def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, faults: FaultLog) -> None:
     """Does one optimizer step: accumulated micro-batches, then the update."""
-    accelerator, accum_steps = run.accelerator, run.config.optim.accum_steps
+    accelerator, accum_steps = run.accelerator, run.plan.accum_steps
     for micro_step in range(accum_steps):
         batch = next(batches)
         faults.extend(batch.faults)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from data.loader import describe_reading
 from data.shards import ShardSet
+from data.stream import BatchPlan
 from data.transforms import Normalization
 from models.encoder import count_parameters
 from models.formats import encoder_state, timm_model
@@ -35,19 +36,18 @@ def describe_run(
     shards: ShardSet,
     model: MaskedAutoencoder,
     horizon: Horizon,
-    global_batch_size: int,
-    num_processes: int,
+    plan: BatchPlan,
     device: torch.device,
     dtype: str,
 ) -> str:
     """Answers what a person asks before a long run, one line a question."""
     encoder = model.encoder
-    peak_lr = scale_lr(config.optim.base_lr, global_batch_size)
-    epochs = horizon.num_steps * global_batch_size / len(shards)
+    peak_lr = scale_lr(config.optim.base_lr, plan.global_batch_size)
+    epochs = horizon.num_steps * plan.global_batch_size / len(shards)
     height, width = config.model.img_size
     lines = {
         "data": f"{shards.root}: {len(shards):,} images in {len(shards.manifest.shards):,} shards",
-        "reading": describe_reading(shards, config.data, num_processes),
+        "reading": describe_reading(shards, config.data, plan.world_size),
         "input": f"{config.model.in_chans} x {height} x {width} px, patches of {encoder.patch_size} px",
         "model": f"ViT-{config.model.name}: encoder {encoder.embed_dim} wide x {len(encoder.blocks)} blocks, "
         f"{count_parameters(encoder) / 1e6:.2f} M parameters; "
@@ -55,8 +55,8 @@ def describe_run(
         f"{count_parameters(model.decoder) / 1e6:.2f} M",
         "tokens": f"{encoder.num_patches} patches, {model.num_kept} visible ({config.model.mask_ratio:.0%} hidden)",
         "compute": f"{forward_gflops(config.model):.3g} GFLOPs per image forward, about three times that with backward",
-        "batch": f"{global_batch_size:,} = {config.data.batch_size_per_process} per process x {num_processes} "
-        f"process{'es' if num_processes > 1 else ''} x {config.optim.accum_steps} accumulated",
+        "batch": f"{plan.global_batch_size:,} = {plan.batch_size_per_process} per process x {plan.world_size} "
+        f"process{'es' if plan.world_size > 1 else ''} x {plan.accum_steps} accumulated",
         "lr": f"base {config.optim.base_lr:g} per 256 images, peak {peak_lr:.3g}",
         "steps": f"{horizon.num_steps:,} ({epochs:.4g} epochs), warm-up {horizon.warmup_steps:,.0f}",
         "device": f"{device.type}, {dtype}{', compiled' if config.run.compile else ''}",

@@ -97,8 +97,8 @@ def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # on CPUs accelerate would pass over them in silence
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             raise UserError(
-                f"the launcher asks for {name} (ACCELERATE_USE_{name}), this program distributes by DDP alone: launch without it "
-                "(--multi_gpu; `accelerate launch` also takes settings from the file that `accelerate env` names)"
+                f"the launcher asks for {name} (ACCELERATE_USE_{name}), this program distributes by DDP alone: launch it with "
+                "--multi_gpu instead (`accelerate launch` also reads the file that `accelerate env` names)"
             )
     device_type = "cpu" if config.device == "cpu" else best_device().type
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and native_bfloat16(device_type))
