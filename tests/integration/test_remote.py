@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import multiprocessing
 import shutil
 import time
 from collections.abc import Iterator
@@ -203,6 +204,28 @@ def test_prefetched_shards_are_there_when_they_are_read(server: FileServer, loca
     assert server.counts() == counts | {"shards/000004.tar": 2}
     with ShardReader(open_dataset(str(local))) as reader:
         reader.prefetch([0, 10])
+
+
+def fetch_ahead(reader: ShardReader, path: Path) -> None:
+    reader.prefetch([10])
+    while not path.exists():
+        time.sleep(0.01)
+    reader.close()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_reader_fetches_ahead_by_itself(server: FileServer, cache: ShardCache) -> None:
+    shards = open_dataset(f"{server.url}/shards", cache=cache)
+    with ShardReader(shards) as reader:
+        reader.prefetch([0])
+        path = cache.path_of(shards.root / "000001.tar", shards.manifest.shards[1].sha256)  # pyright: ignore[reportArgumentType]
+        child = multiprocessing.get_context("fork").Process(target=fetch_ahead, args=(reader, path))
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        reader.prefetch([20])
+        while len(list(cache.folder.glob("*.tar"))) < 3:
+            time.sleep(0.01)
 
 
 def test_at_most_half_of_the_cache_is_filled_ahead(server: FileServer, cache: ShardCache) -> None:
