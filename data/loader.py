@@ -236,17 +236,15 @@ class PlannedSamples(IterableDataset):
                 if self.shards.cache is not None and batch.step >= looked_until:
                     num_steps = -(-LOOK_AHEAD // (self.plan.batch_size_per_process * self.plan.accum_steps))
                     looked_until = batch.step + num_steps
-                    reader.prefetch(self.shards_of(batch.step, min(looked_until + num_steps, self.stop_step)))
+                    reader.prefetch(self.samples_of(batch.step, min(looked_until + num_steps, self.stop_step)))
                 part_of_stream = self.order.resolve(batch.positions, self.plan.views_per_image)
                 for index, seeds in zip(part_of_stream.indices.tolist(), part_of_stream.seeds.tolist(), strict=True):
                     yield read_sample(reader, index) | {"seeds": seeds}
 
-    def shards_of(self, start_step: int, stop_step: int) -> list[int]:
-        """The shards that this process reads in some steps, in the order in which it comes to them."""
+    def samples_of(self, start_step: int, stop_step: int) -> np.ndarray:
+        """The samples that this process reads in some steps: (n,) int64, in the order in which it comes to them."""
         batches = self.plan.micro_batches(self.order.lanes, start_step, stop_step)
-        positions = np.concatenate([batch.positions for batch in batches])
-        numbers = np.searchsorted(self.shards.first_sample, self.order.resolve(positions).indices, side="right") - 1
-        return list(dict.fromkeys(numbers.tolist()))
+        return self.order.resolve(np.concatenate([batch.positions for batch in batches])).indices
 
 
 def read_sample(reader: ShardReader, index: int) -> dict[str, Any]:

@@ -5,9 +5,10 @@ import multiprocessing
 import signal
 import tarfile
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -269,8 +270,8 @@ def test_shards_from_elsewhere_are_asked_for_ahead_of_their_first_sample(
     read: list[tuple[int, int]] = []  # shard, and how many requests there were by then
 
     class Recorder(ShardReader):
-        def prefetch(self, shard_numbers: Iterable[int]) -> None:
-            asked.append(list(shard_numbers))
+        def prefetch(self, indices: Sequence[int] | np.ndarray) -> None:
+            asked.append(self.shards.shard_numbers(indices).tolist())
 
         def read(self, index: int) -> Sample:
             read.append((self.shards.locate(index).shard_number, len(asked)))
