@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import training.checkpoint
 from tests.integration.test_pretrain import LAUNCH, TINY_RUN, fresh_accelerator, refused, run_here  # noqa: F401
 from tests.killed_run import FLAGS, KILLED_FLAGS, NUM_STEPS, PLACES
 from training.checkpoint import checkpoint_path, newest_checkpoint, read_checkpoint
+from training.run import lock_run_folder
 
 NUM_KILLS = 20
 PROGRAM = "tests/killed_run.py"
@@ -142,8 +144,8 @@ def test_twenty_restarts_of_whole_programs_with_readers_change_nothing(tmp_path:
     check_same_result(tmp_path)
 
 
-def run_processes(folder: Path, count: int, stop_after: int, flags: list[str]) -> int:
-    """Trains with several processes until a step; gives the exit status."""
+def run_processes(folder: Path, count: int, stop_after: int, flags: list[str]) -> tuple[int, str]:
+    """Trains with several processes until a step; gives the exit status, and what they printed."""
     launcher = [sys.executable]
     if count > 1:
         launcher = [*LAUNCH, "--multi_gpu", "--num_machines", "1", "--num_processes", str(count), "--mixed_precision", "no",
@@ -152,23 +154,44 @@ def run_processes(folder: Path, count: int, stop_after: int, flags: list[str]) -
     command = [*launcher, PROGRAM, "one", str(folder / "notes.jsonl"), str(stop_after), "--output_dir", str(folder / "run")]
     each = ["--data.batch_size_per_process", str(48 // count)]
     done = subprocess.run([*command, *flags, *each], env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
-    assert "warning" not in done.stdout + done.stderr, done.stdout + done.stderr
-    assert stop_after == 0 or f"stopped after step {stop_after}" in done.stdout, done.stdout + done.stderr
-    return done.returncode
+    text = done.stdout + done.stderr
+    assert stop_after == 0 or f"stopped after step {stop_after}" in text, text
+    return done.returncode, text
 
 
 @pytest.mark.slow
 def test_one_two_four_and_one_process_go_on_with_the_same_global_batches(tmp_path: Path) -> None:
     """Stopped and continued with other numbers of processes; batches equal, losses equal up to the order of float32 sums."""
     flags = [*FLAGS, "--num_steps", "40"]
-    assert run_processes(tmp_path / "straight", 1, 0, flags) == 0
+    assert run_processes(tmp_path / "straight", 1, 0, flags)[0] == 0
     for count, stop_after in ((1, 9), (2, 20), (4, 31)):
-        assert run_processes(tmp_path / "changed", count, stop_after, flags) != 0
-    assert run_processes(tmp_path / "changed", 1, 0, flags) == 0
+        status, text = run_processes(tmp_path / "changed", count, stop_after, flags)
+        assert status != 0
+        assert "set aside" not in text
+    assert run_processes(tmp_path / "changed", 1, 0, flags)[0] == 0
     one, many = (lines(tmp_path / name / "run" / "metrics.jsonl") for name in ("straight", "changed"))
     assert [entry["step"] for entry in one] == [entry["step"] for entry in many] == list(range(1, 41))
     assert max(abs(a["loss"] - b["loss"]) for a, b in zip(one, many, strict=True)) < 1e-5
     assert learnt_from(tmp_path / "straight" / "notes.jsonl") == learnt_from(tmp_path / "changed" / "notes.jsonl")
+
+
+@pytest.mark.slow
+def test_two_processes_end_together_when_a_checkpoint_cannot_be_written_or_the_folder_is_in_use(tmp_path: Path) -> None:
+    """One line from the first process; none of them is left alone in the middle of a collective."""
+    flags = [*FLAGS, "--num_steps", "400", "--run.save_every_steps", "2"]
+    run_processes(tmp_path, 1, 1, flags)
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(folder)
+    folder.write_text("a file where the folder should be")
+    status, text = run_processes(tmp_path, 2, 0, flags)
+    assert status != 0
+    assert text.count("error: cannot write the checkpoint") == 1, text
+    assert "RuntimeError" not in text
+    with lock_run_folder(tmp_path / "run"):
+        status, text = run_processes(tmp_path, 2, 0, flags)
+    assert status != 0
+    assert text.count("is in use by another program") == 1, text
+    assert "RuntimeError" not in text
 
 
 # ------------------------------------------------------------------------------------ what users meet: one line, exit status 2
