@@ -182,8 +182,9 @@ def _cut_and_resize(pixels: np.ndarray, view: _View, factor: int, num_channels: 
 def _resize_by_opencv(region: np.ndarray, size: tuple[int, int], cv2: Any) -> np.ndarray:
     """Resizes (H, W) or (H, W, 3): bicubic, after a blur that stands for the antialiasing which opencv's bicubic lacks.
 
-    The blur's strength was fitted to torch's antialiased bicubic: of 0.41..0.50 for reductions of 1.1 to 2.5, with which the
-    best is reached, 0.43 is everywhere within 1 dB. The result lives in memory that the next call overwrites.
+    The blur's strength was fitted to torch's antialiased bicubic on 40 photographs. For reductions of 1.1 to 2.66 the best was
+    0.36 to 0.50 times (1 - 1 / reduction), at 42 to 50 dB; without the blur it is 44 down to 28 dB.
+    The result lives in memory that the next call overwrites.
     """
     weights = [max(0.0, 0.43 * (1 - new / old)) for new, old in zip(size, region.shape[:2], strict=True)]
     if max(weights) > 0:

@@ -158,7 +158,7 @@ def _orientation_by_pillow(data: bytes, size: tuple[int, int]) -> int | None:
 
 
 class Scratch(threading.local):
-    """Memory that is used again. Fresh memory costs as much as a third of the decoding, in page faults."""
+    """Memory that is used again. Fresh memory costs page faults for every image."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, np.ndarray] = {}

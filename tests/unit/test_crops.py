@@ -19,7 +19,7 @@ from data import crops, jpeg
 from data.crops import crop_backend, load_opencv, random_crops
 from data.decode import MAX_PIXELS, decode_image
 from data.errors import BadImage
-from data.jpeg import decode_jpeg, load_simplejpeg, read_jpeg_header
+from data.jpeg import load_simplejpeg
 from data.transforms import draw_crop, random_resized_crop_flip
 
 SCALE, FLIP = (0.2, 1.0), 0.5
@@ -232,27 +232,6 @@ def test_common_files_go_the_fast_way(
         assert crop(data, [1, 2], size)[0].shape == (3, *size)
 
 
-def test_odd_headers_are_left_to_pillow() -> None:
-    data = encode(photo(50, 40))
-    frame = data.index(b"\xff\xc0")
-    changes = {
-        "12 bits": (4, 12),
-        "no height": (6, 0),
-        "no sampling": (11, 0x10),
-        "two frames": (1, 0xC9),
-        "5 components": (9, 5),
-    }
-    assert read_jpeg_header(data) == (50, 40, False, 1, frame + 5, 16)
-    for name, (offset, value) in changes.items():
-        changed = bytearray(data)
-        changed[frame + offset] = value
-        assert read_jpeg_header(bytes(changed)) is None, name
-    for kind, odd in odd_files().items():
-        assert read_jpeg_header(odd) is None, kind
-    for length in (0, 1, 2, 3, 4, 30, frame + 3, frame + 12):
-        assert read_jpeg_header(data[:length]) is None
-
-
 def test_jpeg_of_rgb_is_not_taken_for_another_colour_space(backend: str) -> None:
     data = encode(photo(120, 90), keep_rgb=True)
     assert worst_psnr(crop(data, [1, 2, 3]), crop_whole(data, [1, 2, 3])) > 33
@@ -337,25 +316,6 @@ def test_crops_are_contiguous_and_keep_their_memory(backend: str) -> None:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows left out
-
-
-@pytest.mark.parametrize("subsampling", [0, 1, 2])
-@pytest.mark.parametrize("stored_channels", [1, 3])
-def test_rows_above_the_bottom_do_not_feel_what_is_left_out(subsampling: int, stored_channels: int) -> None:
-    pytest.importorskip("simplejpeg")
-    data = encode(photo(100, 70, num_channels=stored_channels), subsampling=subsampling)
-    header = read_jpeg_header(data)
-    assert header is not None
-    for factor in (1, 2, 4, 8):
-        whole = decode_jpeg(data, header, factor)
-        assert whole is not None
-        whole = whole.copy()
-        for bottom in range(1, 101):
-            part = decode_jpeg(data, header, factor, bottom)
-            assert part is not None
-            rows = -(-bottom // factor)
-            np.testing.assert_array_equal(part[:rows], whole[:rows])
-            assert len(part) * factor < bottom + header.block_rows * 2
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.5, 0.7, 0.9, 0.97])
