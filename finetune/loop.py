@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,8 +36,9 @@ from models.heads import Classifier, build_classifier
 from training.cli import UserError
 from training.faults import FaultLog
 from training.features import weights_hash
+from training.health import Health, StallWatch
 from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
-from training.log import RunLog, require_finite
+from training.log import RunLog
 from training.meters import Meters, WaitClock
 from training.optim import LARS, build_adamw, layer_groups, set_lr
 from training.resume import compute_dtype, identity, resume
@@ -88,6 +89,15 @@ class Finetuning:
     """Keeps the run folder to this run until it is left."""
     saver: Saver
     """Writes the checkpoints."""
+    health: Health = field(init=False)
+    """Skips steps that are not sound, and ends a run that does not recover."""
+
+    def __post_init__(self) -> None:
+        mixing = Mixing(self.config, self.num_classes, self.accelerator.device)
+        self.health = Health(
+            self.accelerator, self.folder, self.classifier, self.optimizer, self.start_step, self.data.train,
+            lambda step: build_loader(self, step, step + 1), lambda *at: compute_loss(self, self.classifier, mixing, *at)[0],
+        )  # fmt: skip
 
     @property
     def num_classes(self) -> int:
@@ -257,8 +267,9 @@ def train(run: Finetuning) -> int:
         The exit status: 0, or 128 + the number of the signal that ended the run.
 
     Raises:
-        UserError: the loss is not finite, or a checkpoint cannot be written.
+        UserError: a checkpoint cannot be written.
         DataError: the data cannot be read.
+        SystemExit: what all processes end of together: see `Health`, `FaultLog`, `Saver`, `contact`.
     """
     config, accelerator, horizon = run.config, run.accelerator, run.horizon
     if accelerator.is_main_process:
@@ -266,6 +277,7 @@ def train(run: Finetuning) -> int:
                                 accelerator.device, compute_dtype(accelerator)))  # fmt: skip
         if run.resumed_from:
             tqdm.write(f"  resume  {run.resumed_from}")
+    loader = build_loader(run, run.start_step, horizon.num_steps)
     clock, meters = WaitClock(), Meters()
     mixing = Mixing(config, run.num_classes, accelerator.device)
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
@@ -280,9 +292,10 @@ def train(run: Finetuning) -> int:
         StopRequest(config.run.timeout) as stop,
         log,
         run.saver,
-        contextlib.closing(clock.watch(iter(build_loader(run)))) as batches,
+        contextlib.closing(StallWatch().watch(clock.watch(iter(loader)))) as batches,
         contact(run.folder, config.run.timeout_minutes),
     ):
+        run.health.count_on(log.resumed)
         while step < horizon.num_steps and not stopped:
             lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
             set_lr(run.optimizer, lr)
@@ -291,13 +304,14 @@ def train(run: Finetuning) -> int:
             if accelerator.is_main_process and (step == 0 or (pictures and (step + 1) % pictures == 0)):
                 log.add_picture("input", input_sheet(run.normalization.invert(shown)), step + 1)
             step += 1
+            run.health.check(step)
 
             stopped, by_clock, has_failed = stop.agreed(*run.saver.notes())
             is_last = step == horizon.num_steps
             measures = run.validation is not None and (is_last or (step % eval_every == 0 and not stopped))
             # Saved before it is measured: an image that cannot be read costs no training.
             saves = run.saver.is_due(step, by_clock, has_failed) or stopped or is_last or measures
-            if saves or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
+            if saves or step % config.run.log_every_steps == 0:
                 write_log(run, log, step, lr, meters)
             if saves:
                 save(run, step)
@@ -312,15 +326,15 @@ def train(run: Finetuning) -> int:
     return stop.exit_status or 1
 
 
-def build_loader(run: Finetuning) -> BatchLoader:
-    """This process's batches from the start step on."""
+def build_loader(run: Finetuning, start_step: int, stop_step: int) -> BatchLoader:
+    """This process's batches of some steps."""
     config, augment = run.config, run.config.augment.rand_augment
     order = SubsetOrder(
         run.data.rows, run.data.train.first_sample, config.run.seed, config.data.shuffle_window, config.data.lanes
     )
     return BatchLoader(
-        run.data.train, config.data, run.plan, order, run.img_size, run.encoder.in_chans, run.start_step,
-        run.horizon.num_steps, pin_memory=run.accelerator.device.type == "cuda",
+        run.data.train, config.data, run.plan, order, run.img_size, run.encoder.in_chans, start_step,
+        stop_step, pin_memory=run.accelerator.device.type == "cuda",
         augment=RandAugment(augment, run.img_size, run.normalization.mean) if augment else None,
     )  # fmt: skip
 
@@ -338,54 +352,54 @@ def train_step(
     for micro_step in range(accum_steps):
         batch = next(batches)
         faults.extend(batch.faults)
-        seed_micro_step(run.config.run.seed, step, micro_step, accelerator.process_index)
         is_last = micro_step == accum_steps - 1
         # Gradients travel between processes once per step, with the last micro-batch.
         with contextlib.nullcontext() if is_last else accelerator.no_sync(run.wrapped):
-            images = run.normalization.apply(batch.images.to(accelerator.device, non_blocking=True))
-            labels = batch.labels.to(accelerator.device, non_blocking=True)
-            images, targets = mixing(images, labels)
-            loss = compute_loss(run, images, targets, mixing)
-            accelerator.backward(loss / accum_steps)
-        meters.update(loss=loss)
+            loss, images = compute_loss(run, run.wrapped, mixing, batch, step, micro_step)
+            run.health.backward(loss, accum_steps, batch)
     limit = run.config.optim.clip_grad_norm
     norm = accelerator.clip_grad_norm_(run.classifier.parameters(), float("inf") if limit is None else limit)
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.health.update(cast(Tensor, norm), meters)
     if run.ema is not None:
         run.ema.update(run.classifier, step=step)
-    meters.update(grad_norm=cast(Tensor, norm))
     return images
 
 
-def compute_loss(run: Finetuning, images: Tensor, targets: Tensor, mixing: Mixing) -> Tensor:
-    """The labels' loss on the head, and the teacher's on the distillation token where there is one."""
-    outputs = run.wrapped(images)
+def compute_loss(
+    run: Finetuning, model: nn.Module, mixing: Mixing, batch: Batch, step: int, micro_step: int
+) -> tuple[Tensor, Tensor]:
+    """The labels' loss on the head, and the teacher's on the distillation token where there is one.
+
+    Returns:
+        The loss; and (B, C, H, W) normalised, the images as the model (with or without its wrapper) saw them.
+    """
+    seed_micro_step(run.config.run.seed, step, micro_step, run.accelerator.process_index)
+    images = run.normalization.apply(batch.images.to(run.accelerator.device, non_blocking=True))
+    labels = batch.labels.to(run.accelerator.device, non_blocking=True)
+    images, targets = mixing(images, labels)
+    outputs = model(images)
     if run.teacher is None:
-        return mixing.loss(outputs.float(), targets)
+        return mixing.loss(outputs.float(), targets), images
     logits, distilled = outputs
     with run.accelerator.autocast():
         answers = run.teacher.logits(images, run.normalization)
     config = run.config.distill
     of_teacher = distillation_loss(distilled.float(), answers.float(), config)
-    return (1 - config.alpha) * mixing.loss(logits.float(), targets) + config.alpha * of_teacher
+    return (1 - config.alpha) * mixing.loss(logits.float(), targets) + config.alpha * of_teacher, images
 
 
 def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters) -> None:
     """Writes the entry of a log interval.
 
     Raises:
-        UserError: the loss or the gradient is not finite.
         SystemExit: too many samples are unreadable; a checkpoint is saved.
     """
     if step == log.last_step:
         return
-    means = meters.take(lambda tensor: cast(Tensor, run.accelerator.reduce(tensor, "mean")))
-    loss, grad_norm = means["loss"], means["grad_norm"]
-    epoch = step * run.plan.global_batch_size / len(run.data.rows)
-    first = log.last_step + 1
-    log.write(step, {"loss": loss, "lr": lr, "grad_norm": grad_norm, "epoch": epoch}, headline=f"loss {loss:.4f}")
-    require_finite(loss, grad_norm, first, step)
+    means = run.health.take(meters)
+    values = means | {"lr": lr, "epoch": step * run.plan.global_batch_size / len(run.data.rows)}
+    headline = f"loss {means['loss']:.4f}" if means else "all steps skipped"
+    log.write(step, values | run.health.entries(step, means.get("loss")), headline)
     if log.faults.too_many:
         save(run, step)
         log.end_run()
@@ -412,7 +426,8 @@ def measure(run: Finetuning, log: RunLog, step: int) -> Scores:
 
 
 def save(run: Finetuning, step: int) -> None:
-    """Saves a checkpoint."""
+    """Saves a checkpoint; ends all processes where the weights are not worth one."""
+    run.health.require_sound_weights(step)
     extra = {} if run.ema is None else {EMA_PREFIX + name: tensor for name, tensor in run.ema.module.state_dict().items()}
     run.saver.save(step, run.identity, run.classifier, run.optimizer, extra)
 

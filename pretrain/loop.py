@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ from data.loader import Batch, BatchLoader, DataConfig, build_order, choose_norm
 from data.shards import ShardSet
 from data.stream import BatchPlan, Order
 from data.transforms import Normalization
-from models.mae import MaskedAutoencoder, build_mae
+from models.mae import MAEOutput, MaskedAutoencoder, build_mae
 from models.masking import seeded_noise
 from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, PretrainConfig, batch_plan
 from pretrain.pictures import reconstruction_sheet, reconstruction_triples, sheet_note
@@ -25,9 +25,10 @@ from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import replacing
 from training.cli import UserError
 from training.faults import FaultLog
+from training.health import Health, StallWatch
 from training.knn import OnlineProbe, is_due
 from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
-from training.log import RunLog, require_finite
+from training.log import RunLog
 from training.meters import Meters, WaitClock
 from training.optim import build_adamw, parameter_groups, set_lr
 from training.resume import compute_dtype, identity, resume
@@ -66,6 +67,14 @@ class Pretraining:
     """Keeps the run folder to this run until it is left."""
     saver: Saver
     """Writes the checkpoints."""
+    health: Health = field(init=False)
+    """Skips steps that are not sound, and ends a run that does not recover."""
+
+    def __post_init__(self) -> None:
+        self.health = Health(
+            self.accelerator, self.folder, self.model, self.optimizer, self.start_step, self.shards,
+            lambda step: build_loader(self, step, step + 1), lambda batch, *_: compute_output(self, self.model, batch).loss,
+        )  # fmt: skip
 
 
 def set_up(config: PretrainConfig) -> Pretraining:
@@ -128,6 +137,15 @@ def open_training_shards(config: DataConfig) -> ShardSet:
     return open_source(config.train, config)
 
 
+def build_loader(run: Pretraining, start_step: int, stop_step: int) -> BatchLoader:
+    """This process's batches of some steps."""
+    config = run.config
+    return BatchLoader(
+        run.shards, config.data, run.plan, run.order, config.model.img_size, config.model.in_chans, start_step, stop_step,
+        pin_memory=run.accelerator.device.type == "cuda",
+    )  # fmt: skip
+
+
 def train(run: Pretraining) -> int:
     """Trains to the end, or until a signal.
 
@@ -135,8 +153,9 @@ def train(run: Pretraining) -> int:
         The exit status: 0, or 128 + the number of the signal that ended the run.
 
     Raises:
-        UserError: the loss is not finite, or a checkpoint cannot be written.
+        UserError: a checkpoint cannot be written.
         DataError: the data cannot be read.
+        SystemExit: what all processes end of together: see `Health`, `FaultLog`, `Saver`, `contact`.
     """
     config, accelerator, horizon = run.config, run.accelerator, run.horizon
     if accelerator.is_main_process:
@@ -149,10 +168,7 @@ def train(run: Pretraining) -> int:
             tqdm.write(f"   probe  {run.probe.describe()}")
         if run.resumed_from:
             tqdm.write(f"  resume  {run.resumed_from}")
-    loader = BatchLoader(
-        run.shards, config.data, run.plan, run.order, config.model.img_size, config.model.in_chans,
-        run.start_step, horizon.num_steps, pin_memory=accelerator.device.type == "cuda",
-    )  # fmt: skip
+    loader = build_loader(run, run.start_step, horizon.num_steps)
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
     clock, meters = WaitClock(), Meters()
     log = RunLog(
@@ -164,9 +180,10 @@ def train(run: Pretraining) -> int:
         StopRequest(config.run.timeout) as stop,
         log,
         run.saver,
-        contextlib.closing(clock.watch(iter(loader))) as batches,
+        contextlib.closing(StallWatch().watch(clock.watch(iter(loader)))) as batches,
         contact(run.folder, config.run.timeout_minutes),
     ):
+        run.health.count_on(log.resumed)
         if step == 0:
             measure(run, log, step)
         while step < horizon.num_steps and not stopped:
@@ -174,10 +191,11 @@ def train(run: Pretraining) -> int:
             set_lr(run.optimizer, lr)
             train_step(run, batches, meters, log.faults)
             step += 1
+            run.health.check(step)
 
             stopped, by_clock, has_failed = stop.agreed(*run.saver.notes())
             saves = run.saver.is_due(step, by_clock, has_failed) or stopped or step == horizon.num_steps
-            if saves or step % config.run.log_every_steps == 0:  # nothing is saved before its loss was looked at
+            if saves or step % config.run.log_every_steps == 0:
                 write_log(run, log, step, lr, meters)
             pictures = config.run.picture_every_steps
             is_due = step == horizon.num_steps or (pictures and step % pictures == 0)
@@ -199,22 +217,17 @@ def write_log(run: Pretraining, log: RunLog, step: int, lr: float, meters: Meter
     """Writes the entry of a log interval.
 
     Raises:
-        UserError: the loss or the gradient is not finite.
         SystemExit: too many samples are unreadable; a checkpoint is saved.
     """
-    means = meters.take(lambda tensor: cast(Tensor, run.accelerator.reduce(tensor, "mean")))
-    loss, baseline, grad_norm = means["loss"], means["baseline_loss"], means["grad_norm"]
-    explained = 1.0 - loss / baseline if baseline > 0 else 0.0
-    values = {
-        "loss": loss,
-        "explained": explained,
-        "lr": lr,
-        "grad_norm": grad_norm,
-        "epoch": step * run.plan.global_batch_size / len(run.shards),
-    }
-    first = log.last_step + 1
-    log.write(step, values, headline=f"loss {loss:.4f}, explained {explained:.1%}")
-    require_finite(loss, grad_norm, first, step)
+    means = run.health.take(meters)
+    values = {"lr": lr, "epoch": step * run.plan.global_batch_size / len(run.shards)}
+    headline = "all steps skipped"
+    if means:
+        loss, baseline = means["loss"], means["baseline_loss"]
+        explained = 1.0 - loss / baseline if baseline > 0 else 0.0
+        values |= {"loss": loss, "explained": explained, "grad_norm": means["grad_norm"]}
+        headline = f"loss {loss:.4f}, explained {explained:.1%}"
+    log.write(step, values | run.health.entries(step, means.get("loss")), headline)
     if log.faults.too_many:
         save(run, step)
         log.end_run()
@@ -229,17 +242,19 @@ def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, fault
         is_last = micro_step == accum_steps - 1
         # Gradients travel between processes once per step, with the last micro-batch.
         with contextlib.nullcontext() if is_last else accelerator.no_sync(run.wrapped):
-            images = batch.images.to(accelerator.device, non_blocking=True)
-            seeds = batch.seeds.to(accelerator.device, non_blocking=True)
-            noise = seeded_noise(seeds, run.model.encoder.num_patches)
-            output = run.wrapped(run.normalization.apply(images), noise)
-            accelerator.backward(output.loss / accum_steps)
-        meters.update(loss=output.loss, baseline_loss=output.baseline_loss)
+            output = compute_output(run, run.wrapped, batch)
+            run.health.backward(output.loss, accum_steps, batch, baseline_loss=output.baseline_loss)
     limit = run.config.optim.clip_grad_norm
     norm = accelerator.clip_grad_norm_(run.model.parameters(), float("inf") if limit is None else limit)
-    run.optimizer.step()
-    run.optimizer.zero_grad(set_to_none=True)
-    meters.update(grad_norm=cast(Tensor, norm))
+    run.health.update(cast(Tensor, norm), meters)
+
+
+def compute_output(run: Pretraining, model: nn.Module, batch: Batch) -> MAEOutput:
+    """Runs the model, with or without its wrapper, on a micro-batch."""
+    images = batch.images.to(run.accelerator.device, non_blocking=True)
+    seeds = batch.seeds.to(run.accelerator.device, non_blocking=True)
+    noise = seeded_noise(seeds, run.model.encoder.num_patches)
+    return model(run.normalization.apply(images), noise)
 
 
 def measure(run: Pretraining, log: RunLog, step: int) -> None:
@@ -268,7 +283,8 @@ def preview_sheet(run: Pretraining, step: int) -> Image.Image:
 
 
 def save(run: Pretraining, step: int) -> None:
-    """Saves a checkpoint."""
+    """Saves a checkpoint; ends all processes where the weights are not worth one."""
+    run.health.require_sound_weights(step)
     record = identity(run.config, run.shards.manifest.hash, run.plan.global_batch_size, run.accelerator)
     run.saver.save(step, record, run.model, run.optimizer)
 

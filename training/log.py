@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from training.checkpoint import replacing
-from training.cli import UserError
 from training.faults import FaultLog
 from training.machine import memory_mib
 from training.meters import WaitClock
@@ -57,26 +55,6 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (json.JSONDecodeError, KeyError, TypeError):
         return float("inf")
-
-
-def require_finite(loss: float, grad_norm: float, first: int, last: int) -> None:
-    """Ends a run that has become unstable, before anything of it is saved.
-
-    Args:
-        loss: mean of a log interval.
-        grad_norm: mean of the same.
-        first: first step of the interval.
-        last: its last step.
-
-    Raises:
-        UserError: one of the two is not finite.
-    """
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise UserError(
-            f"loss {loss} or gradient norm {grad_norm} is not finite between steps {first} and {last}; nothing of it was "
-            "saved. Go on from the last checkpoint with --resume auto and a lower --optim.base_lr, --optim.clip_grad_norm 1, "
-            "or --run.dtype float32"
-        )
 
 
 class RunLog:
@@ -125,6 +103,11 @@ class RunLog:
         )  # fmt: skip
         self._last_time = time.perf_counter()
         return self
+
+    @property
+    def resumed(self) -> Mapping[str, Any]:
+        """What the newest entries up to the start step say, by name; on the first process only, elsewhere nothing."""
+        return self._metrics.last if self.accelerator.is_main_process else {}
 
     def __exit__(self, *_: object) -> None:
         self.bar.close()
