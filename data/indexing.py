@@ -35,6 +35,9 @@ from data.shards import IMAGE_SUFFIXES, NO_LABEL, SAMPLE_DTYPE, split_name
 # Mean and standard deviation are measured on about this many images; their error is then below 0.01 for photographs.
 NUM_MEASURED = 2000
 
+MAX_LABEL = 2**31
+"""Classes are numbered below this; a larger number is none."""
+
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
@@ -212,8 +215,9 @@ def _scan_members(tar: tarfile.TarFile, name: AnyPlace, num_classes: int | None)
         if len(images) != 1:
             raise DataError(f"{where}: of its members {sorted(members)}, {images or 'none'} are images by suffix; expected one")
         label = _read_label(tar, members, where)
-        if label < NO_LABEL or (num_classes is not None and label >= num_classes):
-            raise DataError(f"{where}: label {label} is no number of a class; there are {num_classes} class names")
+        if label < NO_LABEL or label >= (MAX_LABEL if num_classes is None else num_classes):
+            known = f"there are {num_classes} class names" if num_classes is not None else f"classes are 0 .. {MAX_LABEL - 1}"
+            raise DataError(f"{where}: label {label} is no number of a class; {known}")
         image = members[images[0]]
         rows.append((image.offset_data, image.size, label))
         all_suffixes |= members.keys()

@@ -96,6 +96,13 @@ def test_samples_that_can_not_be_told_apart_are_refused(tmp_path: Path, members:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.tar"]
 
 
+def test_a_label_that_is_no_number_of_any_class_is_refused(tmp_path: Path) -> None:
+    """More digits than a row of the index has room for."""
+    path = make_tar(tmp_path / "bad.tar", [("0.png", PNG), ("0.cls", b"9" * 30)])
+    with pytest.raises(DataError, match="label 9+ is no number of a class; classes are 0"):
+        index_tars([path], tmp_path)
+
+
 # Two samples of one block of header and one block of data each, then the mark of the end, filled up to 10240 bytes.
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda tar: b"",
