@@ -99,7 +99,7 @@ def test_samples_that_can_not_be_told_apart_are_refused(tmp_path: Path, members:
 def test_a_label_that_is_no_number_of_any_class_is_refused(tmp_path: Path) -> None:
     """More digits than a row of the index has room for."""
     path = make_tar(tmp_path / "bad.tar", [("0.png", PNG), ("0.cls", b"9" * 30)])
-    with pytest.raises(DataError, match="label 9+ is no number of a class; classes are 0"):
+    with pytest.raises(DataError, match=r"label 9+ is no number of a class; classes are 0"):
         index_tars([path], tmp_path)
 
 
