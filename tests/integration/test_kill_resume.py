@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 import training.checkpoint
@@ -211,7 +212,6 @@ def test_a_full_disk_ends_the_run_and_the_run_goes_on_when_there_is_room(
 ) -> None:
     """At a step in the middle, and at the last one: then the end has to wait for the write to learn of it."""
     folder = tmp_path / "run" / "checkpoints"
-    save_file = training.checkpoint.save_file
 
     def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
         time.sleep(0.05)
@@ -252,9 +252,11 @@ def test_checkpoints_of_newer_programs_and_other_models_end_in_a_clear_line_and_
     assert "start a new run with another --output_dir" in message
     assert contents(folder) == before
 
-    monkeypatch.setattr(training.checkpoint, "FORMAT_VERSION", 0)  # this program, seen from an older one
+    newer = {"checkpoint": json.dumps({"version": 2, "layout": "unheard of"})}
+    save_file({"weights": torch.zeros(3)}, checkpoint_path(folder, 8), metadata=newer)
+    before = contents(folder)
     message = refused(capfd, monkeypatch, *again)
-    assert "has format 1, this program reads up to 0" in message
+    assert "step_00000008.safetensors: has format 2, this program reads up to 1: continue with the newer version" in message
     assert contents(folder) == before
 
 
