@@ -39,6 +39,27 @@ def identity(config: Any, manifest_hash: str, global_batch_size: int, accelerato
     }
 
 
+def _find(folder: Path, accelerator: Accelerator) -> Checkpoint | None:
+    """Finds the newest valid checkpoint, the same on all processes, and sets damaged ones after it aside.
+
+    Raises:
+        UserError: no checkpoint is valid, or the newest cannot be judged; or the processes see different folders.
+    """
+    checkpoint, complaints = newest_checkpoint(folder)
+    # This also waits until all have looked, before the first process renames anything.
+    steps = gather_object([None if checkpoint is None else checkpoint.step])
+    if len(set(steps)) > 1:
+        raise UserError(
+            f"{folder}: the processes find checkpoints of different steps there ({', '.join(map(str, steps))}): put "
+            "--output_dir on a disk that all machines share"
+        )
+    for path, complaint in complaints.items():
+        if accelerator.is_main_process:
+            path.rename(path.with_suffix(".damaged"))
+            tqdm.write(f"warning: {complaint}; set aside as {path.stem}.damaged, an earlier checkpoint is used")
+    return checkpoint
+
+
 def resume(
     folder: Path,
     now: dict[str, Any],
@@ -66,18 +87,7 @@ def resume(
         UserError: no checkpoint is valid, or the newest is of a newer format; it is of another model; the data, the global
             batch size, or what must agree, is another than in the checkpoint; or the processes see different folders.
     """
-    checkpoint, complaints = newest_checkpoint(folder)
-    # This also waits until all have looked, before the first process renames anything.
-    steps = gather_object([None if checkpoint is None else checkpoint.step])
-    if len(set(steps)) > 1:
-        raise UserError(
-            f"{folder}: the processes find checkpoints of different steps there ({', '.join(map(str, steps))}): put "
-            "--output_dir on a disk that all machines share"
-        )
-    for path, complaint in complaints.items():
-        if accelerator.is_main_process:
-            path.rename(path.with_suffix(".damaged"))
-            tqdm.write(f"warning: {complaint}; set aside as {path.stem}.damaged, an earlier checkpoint is used")
+    checkpoint = _find(folder, accelerator)
     if checkpoint is None:
         return None
     was = checkpoint.config

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import training.checkpoint
+import training.resume
 import training.saving
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
 from training.checkpoint import (
@@ -466,6 +467,15 @@ def test_only_the_first_process_writes(tiny_mae: MaskedAutoencoder, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_machines_that_see_different_folders_are_told(
+    tmp_path: Path, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would go on from another step, and wait for the others for ever."""
+    monkeypatch.setattr(training.resume, "gather_object", lambda found: [*found, 300])
+    with pytest.raises(UserError, match=r"checkpoints of different steps there \(None, 300\): put --output_dir on a disk that"):
+        training.resume._find(tmp_path, accelerator)
+
+
 @pytest.mark.parametrize("name", ["save_every_minutes", "milestone_every_epochs"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_periods_must_be_periods(name: str, value: float) -> None:
@@ -507,6 +517,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step_in_one_line(
         failed_write(saver)
         saver.save(6, {}, tiny_mae, optimizer)  # not here: the other processes would wait for this one in vain
         saver.is_due(7, *saver.notes())
+        raise AssertionError("the run went on")
 
     for what in (at_the_next_step, failed_write):
         with pytest.raises(SystemExit) as caught, Saver(RunConfig(), tmp_path, 0.1, accelerator) as saver:
