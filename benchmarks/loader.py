@@ -24,7 +24,8 @@ from torchvision.datasets import ImageFolder
 from webdataset.compat import WebDataset
 
 from benchmarks.interleave import machine
-from data.loader import BatchLoader, DataConfig
+from data.config import DataConfig
+from data.loader import BatchLoader
 from data.shards import open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import IMAGENET_MEAN, IMAGENET_STD

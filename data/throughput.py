@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from data.config import DataConfig
 from data.decode import decode_image
 from data.errors import BadImage, DataError
-from data.loader import BatchLoader, DataConfig, DecodeAndCrop, collate, read_sample
+from data.loader import BatchLoader, DecodeAndCrop, collate, read_sample
 from data.reader import ShardReader
 from data.shards import ShardSet
 from data.stream import BatchPlan, SampleOrder

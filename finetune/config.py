@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from data.loader import DataConfig
+from data.config import DataConfig
 from models.heads import ClassifierConfig
 from training.optim import OptimConfig
 from training.run import RunConfig

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data.config import open_source
 from data.errors import DataError
-from data.loader import open_source
 from data.shards import ShardSet
 from data.subsets import choose_per_class, without
 from finetune.config import LabelledDataConfig

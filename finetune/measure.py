@@ -6,7 +6,7 @@ from pathlib import Path
 from torch import nn
 from tqdm import tqdm
 
-from data.loader import open_source
+from data.config import open_source
 from data.transforms import Normalization
 from finetune.config import FinetuneConfig
 from finetune.evaluate import EvaluationSet, describe_scores, evaluate, write_scores

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torchvision.utils import make_grid
 
-from data.loader import describe_reading
+from data.config import describe_reading
 from data.stream import BatchPlan
 from finetune.config import FinetuneConfig
 from finetune.evaluate import EvaluationSet, Scores, describe_scores, write_scores

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from data.loader import DataConfig
+from data.config import DataConfig
 from data.stream import BatchPlan
 from models.mae import MAEConfig
 from training.cli import UserError

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data.loader import Batch, BatchLoader, DataConfig, build_order, choose_normalization, open_source, preview_images
+from data.config import DataConfig, build_order, choose_normalization, open_source
+from data.loader import Batch, BatchLoader, preview_images
 from data.shards import ShardSet
 from data.stream import BatchPlan, Order
 from data.transforms import Normalization

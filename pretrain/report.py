@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from data.loader import describe_reading
+from data.config import describe_reading
 from data.shards import ShardSet
 from data.stream import BatchPlan
 from data.transforms import Normalization

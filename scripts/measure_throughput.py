@@ -5,8 +5,8 @@ python scripts/measure_throughput.py --data.train photo-shards --images_per_seco
 
 from dataclasses import dataclass, field
 
+from data.config import DataConfig, open_source
 from data.errors import DataError
-from data.loader import DataConfig, open_source
 from data.throughput import Measurement, measure_loader, measure_stages, workers_needed
 from training.cli import parse_args, user_errors
 from training.machine import available_cores

@@ -8,8 +8,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from data.config import DataConfig
 from data.faults import Fault
-from data.loader import BatchLoader, DataConfig
+from data.loader import BatchLoader
 from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from data.transforms import Normalization

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from data.cache import ShardCache, shard_cache
+from data.config import DataConfig
 from data.errors import DataError
 from data.indexing import index_tars
-from data.loader import Batch, BatchLoader, DataConfig
+from data.loader import Batch, BatchLoader
 from data.protocols import FetchConfig
 from data.reader import ShardReader
 from data.shards import ShardSet, open_shards

@@ -8,8 +8,9 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
+from data.config import DataConfig
 from data.faults import Fault
-from data.loader import BatchLoader, DataConfig
+from data.loader import BatchLoader
 from data.shards import ShardSet
 from data.stream import BatchPlan
 from pretrain.config import PretrainConfig, batch_plan

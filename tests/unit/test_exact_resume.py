@@ -8,7 +8,8 @@ from typing import NamedTuple
 import pytest
 
 import data.loader
-from data.loader import BatchLoader, DataConfig
+from data.config import DataConfig
+from data.loader import BatchLoader
 from data.reader import ShardReader
 from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder

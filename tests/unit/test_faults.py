@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import pytest
 
+from data.config import DataConfig
 from data.errors import DataError
 from data.evaluation import evaluation_batches
 from data.indexing import index_tars
 from data.lint import LintReport, lint_tars
-from data.loader import Batch, BatchLoader, DataConfig
+from data.loader import Batch, BatchLoader
 from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
 from tests.shard_files import header_only, image_bytes, make_tar, tar_bytes

@@ -15,8 +15,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from data.config import DataConfig
 from data.errors import BadImage, DataError
-from data.loader import BatchLoader, DataConfig
+from data.loader import BatchLoader
 from data.reader import ShardReader
 from data.shards import ShardSet
 from data.stream import BatchPlan, SampleOrder, SubsetOrder, sample_seeds

@@ -15,19 +15,10 @@ import torch
 from torch import Tensor
 
 from data.cache import shard_cache
+from data.config import DataConfig, build_order, choose_normalization, open_source
 from data.errors import DataError
 from data.indexing import index_tars
-from data.loader import (
-    Augment,
-    Batch,
-    BatchLoader,
-    DataConfig,
-    build_order,
-    choose_normalization,
-    leave_signals_to_parent,
-    open_source,
-    preview_images,
-)
+from data.loader import Augment, Batch, BatchLoader, leave_signals_to_parent, preview_images
 from data.reader import Sample, ShardReader
 from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from data.config import DataConfig
 from data.errors import DataError
-from data.loader import DataConfig
 from data.shards import ShardSet
 from data.throughput import Measurement, Stage, measure_loader, measure_stages, workers_needed
 
