@@ -253,16 +253,18 @@ def test_a_training_is_stopped_saved_queued_again_and_goes_on(cluster: dict[str,
         "MIN_NODES": "2",
     }  # fmt: skip
     output = tmp_path / "run"
-    flags = ("--output_dir", str(output), *TINY_RUN)
-    job = submit(name, cluster, *flags, "--num_steps", "100000")
-    wait_for_steps(output, 5, job)
-    job.send_signal(signal.SIGUSR1)
-    status, text = finish(job, timeout_s=120)
-    assert status == 0, text
-    assert f"requeued {os.getpid()}" in text, text
-    stopped_at = last_step(output)
-    assert f"stopped after step {stopped_at}" in text
-    assert checkpoint_path(output / "checkpoints", stopped_at).exists()
+    stopped_at = 0
+    for _ in range(2):  # the job, and the same job when its turn comes again
+        job = submit(name, cluster, "--output_dir", str(output), *TINY_RUN, "--num_steps", "100000")
+        wait_for_steps(output, stopped_at + 5, job)
+        job.send_signal(signal.SIGUSR1)
+        status, text = finish(job, timeout_s=120)
+        assert status == 0, text
+        assert f"requeued {os.getpid()}" in text, text
+        assert stopped_at == 0 or f"resume  {checkpoint_path(output / 'checkpoints', stopped_at)}" in text
+        stopped_at = last_step(output)
+        assert f"stopped after step {stopped_at}" in text
+        assert checkpoint_path(output / "checkpoints", stopped_at).exists()
 
 
 def last_step(output: Path) -> int:
