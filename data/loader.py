@@ -175,12 +175,14 @@ def failures_as_values(batches: Iterable[Batch]) -> Iterator[Batch | WorkerFailu
 
 
 def leave_signals_to_parent(_worker: int) -> None:
-    """In a reader process: Ctrl-C and SIGTERM reach the whole process group, but only the training process decides on them.
+    """In a reader process: signals reach the whole process group, but only the training process decides on them.
 
-    It finishes its step first, for which it needs its readers; they end with it.
+    Of Ctrl-C, SIGTERM and SIGUSR1 (SLURM's warning) it finishes its step first, for which it needs its readers; they end with
+    it.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):  # Windows knows no SIGUSR1
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def batches_of(loader: DataLoader) -> Generator[Any, None, None]:

@@ -135,6 +135,16 @@ def test_a_loss_that_is_not_finite_skips_the_step_even_where_its_gradient_is_fin
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
+def test_a_norm_of_which_the_square_overflows_is_infinite_to_the_optimizer(tmp_path: Path, picture_shards: ShardSet) -> None:
+    """Where squares are added up in float64 the norm is finite, and AdamW's mean of squares would be infinite for ever."""
+    trained = Trained(tmp_path, picture_shards)
+    trained.health.backward(trained.loss(GOOD), 1, GOOD)
+    before = trained.state()
+    trained.health.update(torch.tensor(1e25), trained.meters)
+    after = trained.state()
+    assert all(torch.equal(after[name], before[name]) for name in before if "running" not in name and "tracked" not in name)
+
+
 def test_means_are_over_the_steps_that_counted(tmp_path: Path, picture_shards: ShardSet) -> None:
     trained = Trained(tmp_path, picture_shards)
     first = trained.loss(GOOD).item()
@@ -278,6 +288,10 @@ def test_a_stall_is_told_while_it_lasts_and_ends_nothing(capfd: pytest.CaptureFi
     told = list[str]()
     assert list(StallWatch(limit_s=0.1).watch(slow())) == [0, 1, 2]
     assert closed == [True]
+    watched = StallWatch(limit_s=10.0).watch(slow())
+    assert next(watched) == 0
+    watched.close()
+    assert closed == [True, True]  # and its readers end, though it was not at its end
     assert told[0].count("no batch of images for") == 2
     assert "warning (process 0 on " in told[0]
     assert capfd.readouterr().err.count("the batch came after") == 1

@@ -186,11 +186,11 @@ def test_flips_and_crops_follow_the_settings(picture_shards: ShardSet) -> None:
     assert roughness[1] < 0.6 * roughness[0]
 
 
-def test_readers_leave_ctrl_c_and_sigterm_to_the_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_leave_signals_to_the_training_process(monkeypatch: pytest.MonkeyPatch) -> None:
     handled = {}
     monkeypatch.setattr("signal.signal", lambda number, handler: handled.update({number: handler}))
     leave_signals_to_parent(0)
-    assert handled == {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: signal.SIG_IGN}
+    assert handled == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_IGN)
 
 
 def failing(_image: Tensor, _seed: int) -> Tensor:
