@@ -288,7 +288,8 @@ def test_a_stall_is_told_while_it_lasts_and_ends_nothing(capfd: pytest.CaptureFi
     told = list[str]()
     assert list(StallWatch(limit_s=0.1).watch(slow())) == [0, 1, 2]
     assert closed == [True]
-    watched = StallWatch(limit_s=10.0).watch(slow())
+    source = slow()  # held here: Python does not close it by itself
+    watched = StallWatch(limit_s=10.0).watch(source)
     assert next(watched) == 0
     watched.close()
     assert closed == [True, True]  # and its readers end, though it was not at its end
