@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
 from tqdm import tqdm
 
 from data.decode import decode_image, sniff_suffix
@@ -179,6 +182,7 @@ class _ShardTask:
     files: list[ImageFile]
     first_position: int
     verify: bool
+    max_short_side: int | None
     measured: frozenset[int]
     """Positions (in the whole shuffled list) of the images that mean and std are measured on."""
 
@@ -198,13 +202,15 @@ def write_shards(
     seed: int = 0,
     num_workers: int = 0,
     verify: bool = True,
+    max_short_side: int | None = None,
     progress: bool = False,
 ) -> WriteResult:
     """Packs images into tar shards with a manifest and an index.
 
     The images are shuffled over the whole set first, so that every shard holds a fair mixture. Their bytes are copied
-    unchanged. The same images and seed give the same bytes, whatever the number of workers. The output folder is
-    complete or does not exist: everything is written beside it, into a folder that takes its name at the end.
+    unchanged, but for images that are shrunk (see `max_short_side`). The same images and seed give the same bytes, whatever
+    the number of workers. The output folder is complete or does not exist: everything is written beside it, into a folder
+    that takes its name at the end.
 
     Args:
         images: what to pack.
@@ -214,6 +220,8 @@ def write_shards(
         seed: of the shuffle.
         num_workers: processes that write shards; 0 writes in this process.
         verify: decode every image and leave out the ones that fail. False copies whatever begins like an image.
+        max_short_side: images whose shorter side is longer than this, in pixels, are stored at that size, upright, as JPEG
+            files of quality 95: they are decoded many times in a training. Arrays, and all other images, stay as they are.
         progress: show a progress bar.
 
     Returns:
@@ -229,7 +237,7 @@ def write_shards(
     partial = output.parent / f".{output.name}.partial-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)
-        tasks = _plan_shards(images, partial, samples_per_shard, max_shard_mib * 2**20, seed, verify)
+        tasks = _plan_shards(images, partial, samples_per_shard, max_shard_mib * 2**20, seed, verify, max_short_side)
         result = _write_all(images, partial, tasks, num_workers, progress)
         partial.rename(output)
     except OSError as error:
@@ -255,7 +263,13 @@ def describe_left_out(images: ImageList, result: WriteResult) -> list[str]:
 
 
 def _plan_shards(
-    images: ImageList, folder: Path, samples_per_shard: int, max_shard_bytes: int, seed: int, verify: bool
+    images: ImageList,
+    folder: Path,
+    samples_per_shard: int,
+    max_shard_bytes: int,
+    seed: int,
+    verify: bool,
+    max_short_side: int | None,
 ) -> list[_ShardTask]:
     """Decides what goes into which shard, from the list alone: an unreadable image makes its shard shorter by one."""
     sizes = [_file_size(images.root / file.name) for file in images.files]
@@ -275,6 +289,7 @@ def _plan_shards(
             files=[images.files[number] for number in order[start:stop]],
             first_position=start,
             verify=verify,
+            max_short_side=max_short_side,
             measured=frozenset(measured[(measured >= start) & (measured < stop)].tolist()),
         )
         for shard_number, (start, stop) in enumerate(zip(starts, [*starts[1:], len(order)], strict=True))
@@ -314,6 +329,8 @@ def _write_shard(task: _ShardTask) -> _WrittenShard:
             try:
                 data = (task.root / file.name).read_bytes()
                 suffix = _check_image(data, position, task, moments)
+                if task.max_short_side is not None and suffix != "npy":
+                    data, suffix = shrink(data, suffix, task.max_short_side)
             except BadImage as error:
                 unreadable.append(Unreadable(file.name, error.cause, str(error)))
             except OSError as error:
@@ -335,6 +352,31 @@ def _check_image(data: bytes, position: int, task: _ShardTask, moments: list[np.
             moments.append(measure_image(pixels))
     assert suffix is not None, "decode_image accepts what sniff_suffix does not know"
     return suffix
+
+
+def shrink(data: bytes, suffix: str, max_short_side: int) -> tuple[bytes, str]:
+    """Stores a large image smaller.
+
+    Args:
+        data: an image file.
+        suffix: of its format.
+        max_short_side: in pixels.
+
+    Returns:
+        A JPEG file of quality 95 whose shorter side is just so long, upright, and its suffix; what was given where the image
+        is no larger, or its file would not become smaller.
+
+    Raises:
+        BadImage: the file can not be decoded.
+    """
+    pixels = decode_image(data, None)
+    if min(pixels.shape[1:]) <= max_short_side:
+        return data, suffix
+    pixels = F.resize(pixels, [max_short_side], interpolation=InterpolationMode.BICUBIC, antialias=True)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels.permute(1, 2, 0).squeeze(2).numpy()).save(buffer, format="JPEG", quality=95)
+    smaller = buffer.getvalue()
+    return (smaller, "jpg") if len(smaller) < len(data) else (data, suffix)
 
 
 def _add_sample(tar: tarfile.TarFile, key: str, suffix: str, data: bytes, file: ImageFile) -> None:

@@ -15,7 +15,7 @@ from training.machine import available_cores
 
 @dataclass(frozen=True)
 class MakeShardsConfig:
-    """Packs images into tar shards; the bytes of the images are copied unchanged."""
+    """Packs images into tar shards; the bytes of the images are copied unchanged unless max_short_side says otherwise."""
 
     source: Path
     """Folder of class folders, folder of images, or CSV table with the columns path and perhaps label."""
@@ -31,6 +31,9 @@ class MakeShardsConfig:
     """Seed of the shuffle over all images, 0 or more."""
     num_workers: int = available_cores()
     """Processes that write; 0 writes in the main process. The result does not depend on it."""
+    max_short_side: int | None = None
+    """Store images whose shorter side is longer than this, in pixels, at that size, as JPEG of quality 95: training decodes
+    them every epoch. Twice the training's img_size is enough for its smallest crops. None copies all images byte for byte."""
     verify: bool = True
     """Decode every image, and leave out and report the unreadable ones. False is faster and copies them."""
 
@@ -38,6 +41,8 @@ class MakeShardsConfig:
         for name, least in (("samples_per_shard", 1), ("max_shard_mib", 1), ("seed", 0), ("num_workers", 0)):
             if getattr(self, name) < least:
                 raise DataError(f"{name} is {getattr(self, name)}; expected {least} or more")
+        if self.max_short_side is not None and self.max_short_side < 1:
+            raise DataError(f"max_short_side is {self.max_short_side}; expected 1 or more")
 
 
 def main() -> None:
@@ -53,6 +58,7 @@ def main() -> None:
             seed=config.seed,
             num_workers=config.num_workers,
             verify=config.verify,
+            max_short_side=config.max_short_side,
             progress=True,
         )
         print(summarize(config.output, images, result))

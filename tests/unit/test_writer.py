@@ -3,16 +3,20 @@
 import errno
 import json
 import os
+import tarfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 import pytest
+from PIL import Image
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from data import writer
+from data.decode import decode_image, sniff_suffix
 from data.errors import DataError
-from data.shards import NO_LABEL, open_shards
+from data.reader import ShardReader
+from data.shards import NO_LABEL, ShardSet, open_shards
 from data.writer import ImageFile, list_images, write_shards
 from tests.shard_files import contents, image_bytes, make_files, read_all
 
@@ -263,3 +267,42 @@ def test_few_images_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     source = make_files(tmp_path / "source", [f"{number}.png" for number in range(40)])
     write_shards(list_images(source), tmp_path / "out", samples_per_shard=10)
     assert len(measured) == 4
+
+
+def test_large_images_are_stored_smaller_and_upright_all_others_as_they_are(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    ramp = np.linspace(0, 255, 90 * 60 * 3).reshape(90, 60, 3) + random.normal(0, 20, (90, 60, 3))
+    photo = Image.fromarray(ramp.clip(0, 255).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter: upright it is 60 high and 90 wide
+    source = tmp_path / "source"
+    source.mkdir()
+    photo.save(source / "large.png", exif=exif)
+    photo.convert("L").save(source / "grey.tif")
+    photo.resize((30, 40)).save(source / "small.jpg")
+    np.save(source / "array.npy", np.asarray(photo))
+    sets = []
+    for num_workers in (0, 2):
+        folder = tmp_path / f"shards{num_workers}"
+        write_shards(list_images(source), folder, samples_per_shard=2, num_workers=num_workers, max_short_side=30)
+        sets.append(open_shards(folder))
+    assert sets[0].manifest.hash == sets[1].manifest.hash
+    stored = {}
+    with ShardReader(sets[0]) as reader:
+        for index in range(4):
+            sample = reader.read(index)
+            origin = json.loads(read_members(sets[0], sample.shard)[f"{sample.key}.json"])["path"]
+            stored[origin] = sample.data
+    for name in ("small.jpg", "array.npy"):
+        assert stored[name] == (source / name).read_bytes()
+    assert decode_image(stored["large.png"], None).shape == (3, 30, 45)
+    assert decode_image(stored["grey.tif"], None).shape == (1, 45, 30)
+    assert all(sniff_suffix(stored[name]) == "jpg" for name in ("large.png", "grey.tif"))
+    whole = decode_image((source / "large.png").read_bytes(), 3).float()
+    shrunk = decode_image(stored["large.png"], 3).float()
+    assert (shrunk.mean((1, 2)) - whole.mean((1, 2))).abs().max() < 2
+
+
+def read_members(shards: ShardSet, shard: str) -> dict[str, bytes]:
+    with tarfile.open(Path(str(shards.root)) / shard) as tar:
+        return {member.name: cast(IO[bytes], tar.extractfile(member)).read() for member in tar}
