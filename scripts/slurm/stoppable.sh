@@ -5,9 +5,9 @@
 #   bash scripts/slurm/stoppable.sh accelerate launch ... pretrain/main.py ...
 #
 # SLURM sends USR1 to every process of a step at once, and Python dies of it unless told otherwise; told SIGTERM, a launcher
-# gives its processes 30 s and kills them. So the launcher and all below it ignore USR1, and this script, which does not,
-# tells SIGTERM to the training processes alone, the launcher's children; when they are done it ends the launcher, which
-# might start them again.
+# gives its processes 30 s and kills them. So the launcher ignores USR1, and this script, which does not, tells SIGTERM to the
+# training processes alone, the launcher's children (to those that have met USR1 already it is no second signal); when they are
+# done it ends the launcher, which might start them again.
 set -u
 
 (trap '' USR1 && exec "$@") &
