@@ -14,7 +14,9 @@ def main() -> int:
     with user_errors(), mistakes_of_one(), contact(None, config.run.timeout_minutes):
         run = set_up(config)
     with user_errors(every_process=True), contact(run.folder, config.run.timeout_minutes), run.lock:
-        return train(run)
+        status = train(run)
+        run.accelerator.end_training()
+        return status
 
 
 if __name__ == "__main__":

@@ -114,7 +114,9 @@ class RunLog:
         self.faults.close()
         if self.accelerator.is_main_process:
             self._metrics.close()
-        self.accelerator.end_training()
+            # Not `end_training`, which takes the processes apart: the end of a run has things to agree on still.
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
 
     def write(self, step: int, values: dict[str, float], headline: str) -> None:
         """Writes one entry; adds images/s over all processes, share of waiting for data, memory, and unreadable samples.

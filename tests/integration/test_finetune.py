@@ -189,6 +189,15 @@ def test_two_processes_train_as_one(encoder: str, tmp_path: Path, monkeypatch: p
     assert (one / "confusion.csv").read_text() == (two / "confusion.csv").read_text()
 
 
+def test_two_processes_end_with_the_same_statistics(encoder: str, tmp_path: Path) -> None:
+    """BatchNorm's are the first process's: they are shared after the last step, when the logs are closed already."""
+    head = ["--model.frozen", "True", "--model.batchnorm", "True", "--optim.name", "lars", "--optim.layer_decay", "1"]
+    launched(2, "--output_dir", str(tmp_path / "run"), "--encoder", encoder, *RUN, *PLAIN, *head, "--num_steps", "2")
+    summary = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert summary["num_samples"] == 360
+    assert summary["top1"] == [entry for entry in entries(tmp_path / "run") if "val/top1" in entry][-1]["val/top1"]
+
+
 def test_three_processes_measure_as_one(encoder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     assert finetune(monkeypatch, "--encoder", encoder, "--output_dir", str(run), *RUN, *PLAIN) == 0
