@@ -266,12 +266,17 @@ class BatchLoader:
 def preview_images(shards: ShardSet, img_size: tuple[int, int], num_channels: int, count: int, max_pixels: int) -> Tensor:
     """Reads a few samples, evenly spread over the data set, whole and centred: what pictures are made of.
 
+    Of shards from elsewhere only the first one is used: a picture is not worth waiting for more.
+
     Returns:
         (at most `count`, C, H, W) uint8; samples that cannot be read are left out.
     """
     images = []
+    num_samples = len(shards)
+    if shards.cache is not None:
+        num_samples = int(shards.first_sample[shards.first_sample > 0][0])  # of the first shard that has any
     with ShardReader(shards) as reader:
-        for index in np.linspace(0, len(shards) - 1, min(count, len(shards))).round().astype(int).tolist():
+        for index in np.linspace(0, num_samples - 1, min(count, num_samples)).round().astype(int).tolist():
             try:
                 image = decode_image(reader.read(index).data, num_channels, max_pixels=max_pixels)
             except BadImage:

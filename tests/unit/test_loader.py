@@ -298,3 +298,20 @@ def test_a_reader_holds_no_more_memory_the_longer_it_reads(picture_shards: Shard
             pass
         assert reader.memory_info().rss - held < 4 * 2**20
         assert reader.num_fds() <= num_open + 2
+
+
+def test_pictures_of_shards_from_elsewhere_wait_for_one_shard(
+    picture_shards: ShardSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    class Recorder(ShardReader):
+        def read(self, index: int) -> Sample:
+            read.append(self.shards.locate(index).shard_number)
+            return super().read(index)
+
+    monkeypatch.setattr("data.loader.ShardReader", Recorder)
+    for shards, expected in ((picture_shards, 4), (dataclasses.replace(picture_shards, cache=shard_cache(tmp_path)), 1)):
+        read.clear()
+        assert preview_images(shards, (8, 8), 3, 4, 2**20).shape == (4, 3, 8, 8)
+        assert len(set(read)) == expected
