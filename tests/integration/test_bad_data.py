@@ -1,15 +1,19 @@
 """Training on data of which a part can not be read, as its users start it."""
 
+import io
 import json
+import tarfile
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data.config import DataConfig
 from data.faults import Fault
+from data.indexing import index_tars
 from data.loader import BatchLoader
 from data.shards import ShardSet, open_shards
 from data.stream import BatchPlan, SampleOrder
@@ -18,7 +22,7 @@ from data.writer import list_images, write_shards
 from finetune.main import main as finetune_main
 from models.mae import build_mae
 from pretrain.report import export_encoder
-from tests.conftest import write_pictures
+from tests.conftest import png, write_pictures
 from tests.integration.test_finetune import TINY
 from tests.integration.test_pretrain import metrics, run, start, two_processes
 from training.checkpoint import checkpoint_path
@@ -146,3 +150,39 @@ def test_fine_tuning_counts_lists_and_ends_too(
     monkeypatch.setattr("sys.argv", [*command, "--resume", "auto", "--data.max_bad_share", "1"])
     assert finetune_main() == 0
     assert metrics(output)[-1]["step"] == 12
+
+
+@pytest.mark.slow
+def test_fifty_thousand_samples_of_which_one_in_a_hundred_is_bad(tmp_path: Path) -> None:
+    """Two processes read an epoch: as many steps each, every sample once, and the count of the bad ones is exact."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    picture = png(np.arange(64, dtype=np.uint8).reshape(8, 8))
+    for shard in range(50):
+        with tarfile.open(folder / f"{shard:03d}.tar", "w") as tar:
+            for number in range(1000):
+                member = tarfile.TarInfo(f"{number:04d}.png")
+                member.size = len(picture)
+                tar.addfile(member, io.BytesIO(picture))
+    index_tars(sorted(folder.glob("*.tar")), folder)
+    shards = open_shards(folder)
+    for sample in range(50, 50_000, 100):
+        place = shards.locate(sample)
+        with (folder / shards.manifest.shards[place.shard_number].name).open("r+b") as file:
+            file.seek(place.offset)
+            file.write(bytes(20))
+    output = tmp_path / "run"
+    more = [
+        "--data.train",
+        str(folder),
+        "--num_steps",
+        "100",
+        "--data.batch_size_per_process",
+        "250",
+        "--data.max_bad_share",
+        "0.02",
+    ]
+    run(output, *more, "--run.log_every_steps", "100", "--data.shuffle_window", "4096", launcher=two_processes())
+    assert [entry["faults"] for entry in metrics(output) if entry["step"] == 100] == [{"not_an_image": 500}]
+    lines = [json.loads(line) for line in (output / "faults.jsonl").read_text().splitlines()]
+    assert sorted(line["sample"] for line in lines) == list(range(50, 50_000, 100))

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from data.errors import DataError
+from data.indexing import index_tars
 from data.reader import ShardReader
 from data.shards import (
     INDEX_NAME,
@@ -26,6 +27,7 @@ from data.shards import (
     split_name,
 )
 from data.writer import list_images, write_shards
+from tests.shard_files import image_bytes, make_tar
 
 NUM_IMAGES, NUM_CLASSES = 23, 3
 
@@ -315,3 +317,14 @@ def test_description_says_what_is_there_and_how_to_train_on_it(written: Path) ->
     assert "height x width x channels" in many[1]
     mixed = describe_manifest(Path("a"), dataclasses.replace(manifest, num_channels=None, mean=(), std=()))
     assert mixed[1].startswith("warning: the images have different numbers of channels")
+
+
+def test_a_thousand_shards_leave_no_descriptor(tmp_path: Path) -> None:
+    """Few stay open at a time, and none in the end."""
+    index_tars([make_tar(tmp_path / f"{number:03d}.tar", [("0.png", image_bytes())]) for number in range(1000)], tmp_path)
+    before = open_descriptors()
+    with ShardReader(open_shards(tmp_path), max_open=40) as reader:
+        for index in range(1000):
+            assert reader.read(index).data == image_bytes()
+            assert open_descriptors() <= before + 41
+    assert open_descriptors() <= before
