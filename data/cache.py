@@ -247,7 +247,9 @@ class ShardCache:
                 try:
                     if not path.exists():
                         self._fill(place, path, file, num_bytes, sha256, stop)
-                        partial.rename(path)
+                        # Under the lock: who adds up what is here could meet neither the old name nor the new one.
+                        with _locked(self.folder / LOCK_NAME):
+                            partial.rename(path)
                         renamed = True
                 except OSError as error:
                     raise DataError(f"{path} can not be written: {error.strerror}; {_ELSEWHERE}") from error

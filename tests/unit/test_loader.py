@@ -297,7 +297,7 @@ def test_a_reader_holds_no_more_memory_the_longer_it_reads(picture_shards: Shard
         for _ in itertools.islice(batches, 120):
             pass
         assert reader.memory_info().rss - held < 4 * 2**20
-        assert reader.num_fds() <= num_open + 2
+        assert reader.num_fds() <= num_open + 8  # all six shards may be open now, and were not then
 
 
 def test_pictures_of_shards_from_elsewhere_wait_for_one_shard(
