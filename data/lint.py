@@ -158,6 +158,7 @@ class _ShardLint:
         self.report.findings.add(Finding(rule, self.task.path.name, printable(key), printable(reason)))
 
     def run(self) -> LintReport:
+        """Reads the shard from its first byte to its last, past damage, and returns what was found; call it once."""
         self.report.num_bytes = num_bytes = self.file.seek(0, os.SEEK_END)
         self.file.seek(0)
         head = self.file.read(NUM_SNIFFED)

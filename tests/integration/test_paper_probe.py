@@ -16,14 +16,11 @@ from data.transforms import Normalization
 from finetune.main import main
 from finetune.paper_probe import PaperRecipe, paper_probe
 from models.formats import load_encoder
-from models.mae import MAEConfig, build_mae
+from models.mae import build_mae
 from pretrain.report import export_encoder
+from tests.integration.test_finetune import TINY
 from training.features import extract_features
 
-TINY = MAEConfig(
-    name="tiny", img_size=(16, 16), patch_size=4, in_chans=1, embed_dim=32, depth=2, num_heads=2,
-    decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2,
-)  # fmt: skip
 EPOCHS, WARMUP_EPOCHS, BASE_LR, BATCH_SIZE = 4, 0.5, 10.0, 64
 
 
