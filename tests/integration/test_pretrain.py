@@ -265,6 +265,10 @@ def test_broken_checkpoints_are_refused_or_passed_over(
         capfd, monkeypatch, *resumed, "--data.batch_size_per_process", "32"
     )
     assert "other data" in refused(capfd, monkeypatch, *resumed, "--data.train", str(picture_shards.root))
+    assert "data.lanes 64 -> 2" in refused(capfd, monkeypatch, *resumed, "--data.lanes", "2")
+    with monkeypatch.context() as later:
+        later.setattr("training.resume.ORDER_VERSION", 99)
+        assert "reads the samples in another order (2, now 99)" in refused(capfd, monkeypatch, *resumed)
     checkpoint = checkpoint_path(output / "checkpoints", 12)
     content = checkpoint.read_bytes()
     checkpoint.write_bytes(content[: len(content) // 2])
@@ -278,6 +282,35 @@ def run_here(monkeypatch: pytest.MonkeyPatch, output: Path, *flags: str) -> int:
     """Runs the program in this process, which is faster than a new one; gives its exit status."""
     monkeypatch.setattr(sys, "argv", ["main.py", "--output_dir", str(output), *TINY_RUN, *flags])
     return main()
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_a_run_that_goes_on_by_another_decoder_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("training.resume.crop_backend", lambda: "one")
+    flags = ("--num_steps", "2", "--optim.warmup_epochs", "0")
+    assert run_here(monkeypatch, tmp_path, *flags) == 0
+    capfd.readouterr()
+    monkeypatch.setattr("training.resume.crop_backend", lambda: "another")
+    assert run_here(monkeypatch, tmp_path, *flags, "--resume", "auto") == 0
+    assert "jpeg_backend one -> another" in "".join(capfd.readouterr())
+
+
+@pytest.mark.usefixtures("fresh_accelerator")
+def test_views_of_an_image_count_as_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As many steps, epochs and the same learning rates as without; the run says what a pass over the images counts for."""
+    logged = []
+    for views in ("1", "2"):
+        output = tmp_path / views
+        flags = ["--num_steps", "4", "--run.log_every_steps", "1", "--optim.warmup_epochs", "0.05"]
+        assert run_here(monkeypatch, output, *flags, "--data.views_per_image", views) == 0
+        logged.append([(entry["step"], entry["epoch"], entry["lr"]) for entry in metrics(output) if "lr" in entry])
+    assert logged[0] == logged[1]
+    assert len(logged[0]) == 4
+    assert "2 views of each image: reading all images once counts as 2 epochs" in "".join(capfd.readouterr())
 
 
 @pytest.mark.usefixtures("fresh_accelerator")

@@ -385,6 +385,11 @@ def test_channels_are_checked(picture_shards: ShardSet) -> None:
         check_channels(cast(ShardSet, FakeShards([0])), 3, "the encoder x")
 
 
+def test_weights_of_sources_are_for_pretraining() -> None:
+    with pytest.raises(UserError, match=r"data\.weights is for pretraining"):
+        open_training_data(LabelledDataConfig(train="x", weights=(1.0, 2.0)), seed=0)
+
+
 @pytest.mark.parametrize(
     ("labels", "message"), [([1, 1], "all images are of one class"), ([0, 5000], "labels reach 5000, but only 2")]
 )
