@@ -13,7 +13,7 @@ def main() -> int:
     """Fine-tunes or measures as the command line says; gives the exit status."""
     config = parse_args(FinetuneConfig)
     if config.eval_only:
-        with user_errors():
+        with user_errors(), mistakes_of_one(), contact(None, config.run.timeout_minutes):
             measure_only(config)
         return 0
     with user_errors(), mistakes_of_one(), contact(None, config.run.timeout_minutes):

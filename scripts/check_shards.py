@@ -21,6 +21,7 @@ from data.places import is_remote
 from data.shards import MANIFEST_NAME, Manifest
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
+from training.one_process import require_one_process
 
 EXIT_FAULTS = 1
 
@@ -60,6 +61,7 @@ class CheckShardsConfig:
 def main() -> int:
     """Checks shards as the command line says; gives the exit status."""
     with user_errors():
+        require_one_process("scripts/check_shards.py")
         config = parse_args(CheckShardsConfig, prog="scripts/check_shards.py")
         paths = find_shards(config.shards)
         total, shards = LintReport(), {}

@@ -14,6 +14,7 @@ from models.formats import load_encoder
 from training.cli import UserError, parse_args, user_errors
 from training.feature_files import INDEX_NAME, FeatureFilesConfig, write_features
 from training.machine import best_device
+from training.one_process import require_one_process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,9 @@ class ExtractConfig(FeatureFilesConfig):
 
 def main() -> None:
     """Extracts as the command line says."""
-    config = parse_args(ExtractConfig, prog="scripts/extract_features.py")
     with user_errors():
+        require_one_process("scripts/extract_features.py")
+        config = parse_args(ExtractConfig, prog="scripts/extract_features.py")
         shards = open_dataset(config.data)
         try:
             encoder = load_encoder(config.encoder)

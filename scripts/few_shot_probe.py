@@ -18,6 +18,7 @@ from data.subsets import choose_per_class
 from finetune.compare import ProbeData, ProbedEncoder, print_table, probed_encoders, write_json
 from finetune.probe import FewShotResult, few_shot_accuracy
 from training.cli import UserError, parse_args, user_errors
+from training.one_process import require_one_process
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,10 @@ class FewShotConfig(ProbeData):
 
 def main() -> None:
     """Measures as the command line says."""
-    config = parse_args(FewShotConfig, prog="scripts/few_shot_probe.py")
     rows, record = [], []
     with user_errors():
+        require_one_process("scripts/few_shot_probe.py")
+        config = parse_args(FewShotConfig, prog="scripts/few_shot_probe.py")
         draws = draw(config)  # before images are encoded for nothing
         for encoder in probed_encoders(config):
             for view in encoder.train.views:

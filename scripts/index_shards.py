@@ -17,6 +17,7 @@ from data.protocols import FetchConfig
 from data.shards import describe_manifest
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
+from training.one_process import require_one_process
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class IndexShardsConfig:
 def main() -> None:
     """Indexes tars as the command line says."""
     with user_errors():
+        require_one_process("scripts/index_shards.py")
         config = parse_args(IndexShardsConfig, prog="scripts/index_shards.py")
         places = find_tars(config.shards)
         folder = choose_folder(places, config.output)

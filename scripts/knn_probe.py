@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from finetune.compare import ProbeData, print_table, probed_encoders, write_json
 from training.cli import parse_args, user_errors
 from training.knn import knn_accuracy
+from training.one_process import require_one_process
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,10 @@ class KnnProbeConfig(ProbeData):
 
 def main() -> None:
     """Measures as the command line says."""
-    config = parse_args(KnnProbeConfig, prog="scripts/knn_probe.py")
     rows, record = [], []
     with user_errors():
+        require_one_process("scripts/knn_probe.py")
+        config = parse_args(KnnProbeConfig, prog="scripts/knn_probe.py")
         for encoder in probed_encoders(config):
             for view, train in encoder.train.views.items():
                 scores = knn_accuracy(

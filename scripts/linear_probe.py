@@ -16,6 +16,7 @@ from finetune.paper_probe import PaperRecipe, paper_probe
 from finetune.probe import ProbeResult, ViewResult, accuracy, combine, linear_probe, probe_views
 from training.cli import parse_args, user_errors
 from training.machine import native_bfloat16
+from training.one_process import require_one_process
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class LinearProbeConfig(ProbeData):
 
 def main() -> None:
     """Measures as the command line says."""
-    config = parse_args(LinearProbeConfig, prog="scripts/linear_probe.py")
     rows, record = [], []
     grid_dtype = torch.bfloat16 if native_bfloat16("cpu") else torch.float32
     with user_errors():
+        require_one_process("scripts/linear_probe.py")
+        config = parse_args(LinearProbeConfig, prog="scripts/linear_probe.py")
         for encoder in probed_encoders(config, at_most_all=True):
             views = probe_views(encoder.train.views)
             runs = [

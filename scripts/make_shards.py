@@ -11,6 +11,7 @@ from data.shards import describe_manifest
 from data.writer import ImageList, WriteResult, describe_left_out, list_images, write_shards
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
+from training.one_process import require_one_process
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class MakeShardsConfig:
 def main() -> None:
     """Packs images as the command line says."""
     with user_errors():
+        require_one_process("scripts/make_shards.py")
         config = parse_args(MakeShardsConfig, prog="scripts/make_shards.py")
         images = list_images(config.source, labelled=config.labelled)
         result = write_shards(

@@ -10,6 +10,7 @@ from data.errors import DataError
 from data.throughput import Measurement, measure_loader, measure_stages, workers_needed
 from training.cli import parse_args, user_errors
 from training.machine import available_cores
+from training.one_process import require_one_process
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ThroughputConfig:
 def main() -> None:
     """Measures as the command line says."""
     with user_errors():
+        require_one_process("scripts/measure_throughput.py")
         config = parse_args(ThroughputConfig, prog="scripts/measure_throughput.py")
         shards = open_source(config.data.train, config.data)
         num_channels = config.in_chans or shards.manifest.num_channels or 3

@@ -1,7 +1,8 @@
 """How the processes of a run find each other: launches that went wrong are refused, and a lost process ends the others.
 
 What a launcher starts is checked in three places:
-- `check_launch`, by each process alone: did the launcher mean one run or several?
+- `check_launch`, by each process alone: did the launcher mean one run or several? (Programs that are one process ask
+  `training.one_process`.)
 - `require_agreement`, by all together: same command, same program, same data, same step?
 - `contact`, for as long as the run lasts: a process that ends takes the others with it, and each says so in one line.
 """
@@ -29,6 +30,7 @@ from tqdm import tqdm
 from data.crops import crop_backend
 from data.errors import DataError
 from training.cli import EXIT_USER_ERROR, UserError, flat_config
+from training.one_process import OTHER_LAUNCHERS, num_copies
 
 EXIT_LOST_CONTACT = 75
 """Exit status of a process that lost another one: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -38,13 +40,6 @@ MAY_DIFFER = {
     "data.read_timeout_s", "run.cpu_threads",
 }  # fmt: skip
 """Settings that belong to a machine: the data are compared by their manifest, not by where they lie."""
-
-_OTHER_LAUNCHERS = {
-    "SLURM_STEP_NUM_TASKS": "srun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpirun",
-}
-"""Variable that says how many copies of a command there are -> what started them."""
 
 _PACKAGES = ("torch", "accelerate", "timm", "torchvision", "numpy", "webdataset")
 _NUM_NAMED = 3
@@ -86,16 +81,16 @@ def check_launch(num_processes: int, environment: Mapping[str, str]) -> str | No
         )
     if num_processes > 1:
         return None
-    for name, launcher in _OTHER_LAUNCHERS.items():
-        copies = environment.get(name, "1")
-        if copies.isdecimal() and int(copies) > 1:
+    for name, launcher in OTHER_LAUNCHERS.items():
+        copies = num_copies(environment, name)
+        if copies > 1:
             raise UserError(
                 f"{launcher} started {copies} copies of this program ({name}), and each would do the whole run: let {launcher} "
                 "start one `accelerate launch` on each machine, with --num_machines, --machine_rank and --num_processes; or, "
                 f"where separate runs are meant, `env -u {name}`"
             )
-    tasks = environment.get("SLURM_NTASKS", "1")
-    if tasks.isdecimal() and int(tasks) > 1:
+    tasks = num_copies(environment, "SLURM_NTASKS")
+    if tasks > 1:
         return f"the SLURM job has {tasks} tasks, but this run is one process: the others' share of the machines lies idle"
     return None
 

@@ -1,5 +1,6 @@
 """The probe scripts as a user runs them, on an encoder that was exported."""
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -191,3 +192,24 @@ def test_pictures_without_labels_are_refused(
     with pytest.raises(SystemExit):
         knn_probe.main()
     assert "table.csv: 1 of 1 samples have no label" in capfd.readouterr().err
+
+
+SCRIPTS = sorted(path.name for path in Path("scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_launcher_s_copies_of_a_script_are_refused_before_they_write_the_same_files(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first of a machine speaks for all; there are no flags: nothing else is looked at before."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", [name])
+    for rank, expected in (("0", f"error: the launcher started 2 copies of scripts/{name} (WORLD_SIZE)"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            importlib.import_module(f"scripts.{name.removesuffix('.py')}").main()
+        assert caught.value.code == 2
+        out, err = capfd.readouterr()
+        assert err.startswith(expected)
+        assert (out, err.count("\n")) == ("", int(rank == "0"))

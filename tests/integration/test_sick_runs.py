@@ -17,11 +17,17 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
+import finetune.main
 import pretrain.loop
 from data.loader import Batch
 from data.shards import ShardSet
+from data.transforms import Normalization
+from models.mae import build_mae
 from pretrain.main import main
+from pretrain.report import export_encoder
+from tests.conftest import TINY, write_pictures
 from training.checkpoint import checkpoint_path, read_checkpoint
+from training.launch import EXIT_LOST_CONTACT
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -280,3 +286,112 @@ def test_a_process_that_ends_takes_the_others_with_it_in_one_line(picture_shards
     assert not [line for line in lines if line.startswith("[rank0]")]  # no traceback of the survivor
     assert any(expected in line for line in lines)
     assert [entry["skipped_steps"] for entry in metrics(tmp_path / "run")] == [0, 1, 1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------- measuring (--eval_only) on two processes
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory, picture_shards: ShardSet) -> str:
+    """A fine-tuned run folder, of one step."""
+    folder = tmp_path_factory.mktemp("classifier")
+    export_encoder(folder, build_mae(TINY), TINY, Normalization((0.5,) * 3, (0.25,) * 3))
+    flags = ["--encoder", str(folder), "--output_dir", str(folder / "run"), "--data.train", str(picture_shards.root)]
+    flags += ["--num_steps", "1", "--optim.warmup_epochs", "0", "--data.num_workers", "0", "--run.device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["finetune/main.py", *flags, "--run.dtype", "float32", "--data.batch_size_per_process", "8"])
+        assert finetune.main.main() == 0
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return str(folder / "run")
+
+
+def measure_together(
+    tmp_path: Path, classifier: str, flags_of: tuple[list[str], list[str]], body: str
+) -> list[tuple[int, str]]:
+    """Measures on two processes without a launcher, which would end one with the other; gives status and output of each."""
+    program = tmp_path / "measure.py"
+    head = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        import finetune.measure
+        from data.errors import DataError
+        from finetune.main import main
+        rank, evaluate = os.environ["RANK"], finetune.measure.evaluate
+    """
+    program.write_text(textwrap.dedent(head) + textwrap.dedent(body) + "sys.exit(main())\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = os.environ | {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [
+        sys.executable, str(program), "--eval_only", "--encoder", classifier, "--output_dir", str(tmp_path / "tables"),
+        "--run.dtype", "float32", "--run.device", "cpu", "--data.num_workers", "0", "--run.timeout_minutes", "1",
+    ]  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [*command, *flags], env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, flags in enumerate(flags_of)
+    ]  # fmt: skip
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
+
+
+@pytest.mark.parametrize("how", ["killed", "an error of the user's"])
+def test_measuring_ends_in_one_line_when_a_process_is_lost(
+    classifier: str, picture_shards: ShardSet, tmp_path: Path, how: str
+) -> None:
+    """And the lost one's own mistake is told, though it is not the first process of its machine."""
+    code, expected = ENDS[how]
+    flags = ["--data.val", str(picture_shards.root)]
+    body = f"""
+        def end(*args):
+            if rank == "1":
+                {code}
+            return evaluate(*args)
+        finetune.measure.evaluate = end
+    """
+    (status, text), (lost_status, lost_text) = measure_together(tmp_path, classifier, (flags, flags), body)
+    assert status == EXIT_LOST_CONTACT, text
+    (line,) = (line for line in text.splitlines() if "lost contact with another process" in line)
+    assert line.startswith(f"error (process 0 on {socket.gethostname()}): ")
+    assert "Traceback" not in text + lost_text
+    assert not (tmp_path / "tables").exists()
+    if how == "killed":
+        assert lost_status == -signal.SIGKILL
+    else:
+        assert lost_status == 2
+        assert f"error (process 1 on {socket.gethostname()}): {expected}" in lost_text
+
+
+@pytest.mark.parametrize("what", ["settings", "data", "classifier"])
+def test_processes_that_would_measure_different_things_are_refused(
+    classifier: str, picture_shards: ShardSet, tmp_path: Path, what: str
+) -> None:
+    """Data may lie elsewhere on each machine, but must be the same."""
+    flags = ["--data.val", str(picture_shards.root)]
+    others, expected, body = flags, "", ""
+    if what == "settings":
+        others, expected = [*flags, "--data.eval_batch_size", "7"], "--data.eval_batch_size: 256 (process 0 on"
+    elif what == "data":
+        write_pictures(tmp_path / "others", 10)
+        others, expected = ["--data.val", str(tmp_path / "others")], "data (hash of the manifest): "
+    else:
+        expected = "classifier (hash of its weights): "
+        body = """
+            load = finetune.measure.load_classifier
+            def load_another(source):
+                trained = load(source)
+                trained.model.head.bias.data[0] += int(rank)
+                return trained
+            finetune.measure.load_classifier = load_another
+        """
+    for status, text in measure_together(tmp_path, classifier, (flags, others), body):
+        assert status == 2, text
+        assert "Traceback" not in text
+        assert f"the processes do not agree on {expected}" in text, text
+    assert not (tmp_path / "tables").exists()

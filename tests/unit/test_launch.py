@@ -24,6 +24,7 @@ from training.launch import (
     lost_contact,
     mistakes_of_one,
 )
+from training.one_process import OTHER_LAUNCHERS, require_one_process
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -56,6 +57,22 @@ def test_a_launch_that_is_right_is_not_refused() -> None:
     warning = check_launch(1, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"})  # in a batch script, without srun
     assert warning is not None
     assert "has 8 tasks, but this run is one process" in warning
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", *OTHER_LAUNCHERS])
+def test_copies_of_a_program_that_is_one_process_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for other in ("WORLD_SIZE", *OTHER_LAUNCHERS):
+        monkeypatch.delenv(other, raising=False)
+    require_one_process("scripts/x.py")
+    for value in ("1", "no number"):
+        monkeypatch.setenv(name, value)
+        require_one_process("scripts/x.py")
+    monkeypatch.setenv(name, "3")
+    with pytest.raises(UserError) as caught:
+        require_one_process("scripts/x.py")
+    assert f"started 3 copies of scripts/x.py ({name}), and each would do the same work" in str(caught.value)
+    assert "start it as `python scripts/x.py`" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_what_a_machine_may_have_of_its_own_is_no_fact_of_the_launch() -> None:
