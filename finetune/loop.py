@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -41,6 +42,7 @@ from training.launch import contact, facts_of_launch, facts_of_start, require_ag
 from training.log import RunLog
 from training.meters import Meters, WaitClock
 from training.optim import LARS, build_adamw, layer_groups, set_lr
+from training.parallel import Distributed, sharding_asked
 from training.resume import compute_dtype, identity, resume
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
 from training.saving import Saver
@@ -72,11 +74,10 @@ class Finetuning:
     img_size: tuple[int, int]
     """(H, W) in pixels."""
     classifier: Classifier
-    """The bare model: checkpoints, export."""
-    wrapped: nn.Module
-    """The model as accelerate distributes it: training steps."""
+    """The bare model: checkpoints, and where it is not sharded, measuring and export."""
+    distributed: Distributed[Classifier]
+    """The model as all processes train it."""
     ema: ModelEmaV3 | None
-    optimizer: torch.optim.Optimizer
     teacher: Teacher | None
     plan: BatchPlan
     horizon: Horizon
@@ -95,8 +96,8 @@ class Finetuning:
     def __post_init__(self) -> None:
         mixing = Mixing(self.config, self.num_classes, self.accelerator.device)
         self.health = Health(
-            self.accelerator, self.folder, self.classifier, self.optimizer, self.start_step, self.data.train,
-            lambda step: build_loader(self, step, step + 1), lambda *at: compute_loss(self, self.classifier, mixing, *at)[0],
+            self.accelerator, self.folder, self.distributed, self.start_step, self.data.train,
+            lambda step: build_loader(self, step, step + 1), lambda model, *at: compute_loss(self, model, mixing, *at)[0],
         )  # fmt: skip
 
     @property
@@ -104,10 +105,10 @@ class Finetuning:
         """Classes that the head tells apart."""
         return self.data.num_classes
 
-    @property
     def measured(self) -> Classifier:
-        """The model that is measured and exported: the moving average where there is one."""
-        return self.classifier if self.ema is None else cast(Classifier, self.ema.module)
+        """The model that is measured and exported: the moving average where there is one; all processes must ask for it."""
+        averaged = None if self.ema is None else cast(Classifier, self.ema.module)
+        return self.distributed.whole_model(averaged)
 
 
 def set_up(config: FinetuneConfig) -> Finetuning:
@@ -170,13 +171,15 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     require_agreement(accelerator, facts_of_start(now, horizon.num_steps, start_step))
     if config.run.compile:
         classifier.compile()  # in place: parameter names stay as they are
-    wrapped, optimizer = accelerator.prepare(classifier, optimizer)
+    distributed = Distributed(classifier, optimizer, accelerator, sharding_asked(os.environ))
+    if ema is not None:
+        distributed.shard_alike(ema.module)
     if accelerator.is_main_process:
         save_config(folder, config)
     saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(data.rows), accelerator)
     return Finetuning(
-        config, folder, accelerator, encoder, data, validation, normalization, img_size, classifier, wrapped, ema,
-        cast(torch.optim.Optimizer, optimizer), teacher, plan, horizon, start_step, resumed_from, now, lock, saver,
+        config, folder, accelerator, encoder, data, validation, normalization, img_size, classifier, distributed,
+        ema, teacher, plan, horizon, start_step, resumed_from, now, lock, saver,
     )  # fmt: skip
 
 
@@ -273,7 +276,7 @@ def train(run: Finetuning) -> int:
     """
     config, accelerator, horizon = run.config, run.accelerator, run.horizon
     if accelerator.is_main_process:
-        tqdm.write(describe_run(run.config, run.data, run.validation, run.classifier, run.encoder, horizon, run.plan,
+        tqdm.write(describe_run(run.config, run.data, run.validation, run.distributed, run.encoder, horizon, run.plan,
                                 accelerator.device, compute_dtype(accelerator)))  # fmt: skip
         if run.resumed_from:
             tqdm.write(f"  resume  {run.resumed_from}")
@@ -298,7 +301,7 @@ def train(run: Finetuning) -> int:
         run.health.count_on(log.resumed)
         while step < horizon.num_steps and not stopped:
             lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
-            set_lr(run.optimizer, lr)
+            set_lr(run.distributed.optimizer, lr)
             pictures = config.run.picture_every_steps
             shown = train_step(run, step, batches, mixing, meters, log.faults)
             if accelerator.is_main_process and (step == 0 or (pictures and (step + 1) % pictures == 0)):
@@ -347,19 +350,17 @@ def train_step(
     Returns:
         (B, C, H, W) normalised: the last micro-batch as the model saw it.
     """
-    accelerator, accum_steps = run.accelerator, run.config.optim.accum_steps
+    accum_steps = run.config.optim.accum_steps
     images = torch.empty(0)
     for micro_step in range(accum_steps):
         batch = next(batches)
         faults.extend(batch.faults)
         is_last = micro_step == accum_steps - 1
         # Gradients travel between processes once per step, with the last micro-batch.
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(run.wrapped):
-            loss, images = compute_loss(run, run.wrapped, mixing, batch, step, micro_step)
+        with contextlib.nullcontext() if is_last else run.distributed.without_sync():
+            loss, images = compute_loss(run, run.distributed.wrapped, mixing, batch, step, micro_step)
             run.health.backward(loss, accum_steps, batch)
-    limit = run.config.optim.clip_grad_norm
-    norm = accelerator.clip_grad_norm_(run.classifier.parameters(), float("inf") if limit is None else limit)
-    run.health.update(cast(Tensor, norm), meters)
+    run.health.update(run.distributed.clip_gradients(run.config.optim.clip_grad_norm), meters)
     if run.ema is not None:
         run.ema.update(run.classifier, step=step)
     return images
@@ -414,14 +415,15 @@ def share_buffers(model: nn.Module) -> None:
 def measure(run: Finetuning, log: RunLog, step: int) -> Scores:
     """Measures on the validation images, logs, and exports the classifier where it is the best so far."""
     assert run.validation is not None
-    share_buffers(run.measured)
-    scores = evaluate(run.measured, run.validation, run.normalization, run.num_classes, run.accelerator)
+    model = run.measured()
+    share_buffers(model)
+    scores = evaluate(model, run.validation, run.normalization, run.num_classes, run.accelerator)
     values = {"val/top1": scores.top1, "val/top5": scores.top5, "val/loss": scores.loss}
     log.write_measured(step, values, f"top-1 {scores.top1:.2%}, top-5 {scores.top5:.2%}, loss {scores.loss:.4f}")
     if run.accelerator.is_main_process:
         log.add_picture("confusion", draw_confusion(scores, run.data.class_names), step)
         if scores.top1 > best_top1(run.folder):
-            export_classifier(run.folder, run.measured, run.encoder, run.config, run.data.class_names, step, scores, best=True)
+            export_classifier(run.folder, model, run.encoder, run.config, run.data.class_names, step, scores, best=True)
     return scores
 
 
@@ -429,7 +431,7 @@ def save(run: Finetuning, step: int) -> None:
     """Saves a checkpoint; ends all processes where the weights are not worth one."""
     run.health.require_sound_weights(step)
     extra = {} if run.ema is None else {EMA_PREFIX + name: tensor for name, tensor in run.ema.module.state_dict().items()}
-    run.saver.save(step, run.identity, run.classifier, run.optimizer, extra)
+    run.saver.save(step, run.identity, run.classifier, run.distributed.optimizer, extra)
 
 
 def finish(run: Finetuning, scores: Scores | None) -> None:
@@ -439,10 +441,11 @@ def finish(run: Finetuning, scores: Scores | None) -> None:
         run: at its end.
         scores: measured at the last step; None where a finished run was resumed, or nothing can be measured.
     """
-    share_buffers(run.measured)
+    model = run.measured()
+    share_buffers(model)
     if scores is None and run.validation is not None:
-        scores = evaluate(run.measured, run.validation, run.normalization, run.num_classes, run.accelerator)
+        scores = evaluate(model, run.validation, run.normalization, run.num_classes, run.accelerator)
     if run.accelerator.is_main_process:
         step = run.horizon.num_steps
-        export_classifier(run.folder, run.measured, run.encoder, run.config, run.data.class_names, step, scores, best=False)
+        export_classifier(run.folder, model, run.encoder, run.config, run.data.class_names, step, scores, best=False)
         tqdm.write(finish_report(run.folder, run.config, run.validation, run.data.class_names, scores))

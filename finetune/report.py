@@ -22,6 +22,7 @@ from models.formats import PretrainedEncoder
 from models.heads import CLASSIFIER_NAME, Classifier, classifier_arguments, export_state
 from training.checkpoint import replacing
 from training.cli import UserError
+from training.parallel import Distributed
 from training.schedule import Horizon, scale_lr
 
 BEST_NAME = f"best_{CLASSIFIER_NAME}"
@@ -32,7 +33,7 @@ def describe_run(
     config: FinetuneConfig,
     data: LabelledData,
     validation: EvaluationSet | None,
-    classifier: Classifier,
+    distributed: Distributed[Classifier],
     encoder: PretrainedEncoder,
     horizon: Horizon,
     plan: BatchPlan,
@@ -40,7 +41,8 @@ def describe_run(
     dtype: str,
 ) -> str:
     """Answers what a person asks before a long run, one line a question."""
-    vit, optim = classifier.vit, config.optim
+    classifier, optim = distributed.model, config.optim
+    vit = classifier.vit
     height, width = vit.patch_embed.img_size
     peak_lr = scale_lr(optim.base_lr, plan.global_batch_size)
     origin = "random weights, architecture of " if config.from_scratch else ""
@@ -58,7 +60,7 @@ def describe_run(
         f"process{'es' if plan.world_size > 1 else ''} x {plan.accum_steps} accumulated",
         "lr": f"{optim.name}, base {optim.base_lr:g} per 256 images, peak {peak_lr:.3g}, layer decay {optim.layer_decay:g}",
         "steps": f"{horizon.num_steps:,} ({epochs:.4g} epochs), warm-up {horizon.warmup_steps:,.0f}",
-        "device": f"{device.type}, {dtype}{', compiled' if config.run.compile else ''}",
+        "device": f"{device.type}, {dtype}{', compiled' if config.run.compile else ''}{distributed.describe()}",
         "output": config.output_dir,
     }
     return "\n".join(f"{name:>8}  {text}" for name, text in lines.items())

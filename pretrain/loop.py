@@ -1,11 +1,11 @@
 """The pretraining loop."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +32,7 @@ from training.launch import contact, facts_of_launch, facts_of_start, require_ag
 from training.log import RunLog
 from training.meters import Meters, WaitClock
 from training.optim import build_adamw, parameter_groups, set_lr
+from training.parallel import Distributed, sharding_asked
 from training.resume import compute_dtype, identity, resume
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
 from training.saving import Saver
@@ -50,10 +51,9 @@ class Pretraining:
     shards: ShardSet
     normalization: Normalization
     model: MaskedAutoencoder
-    """The bare model: checkpoints, export and pictures."""
-    wrapped: nn.Module
-    """The model as accelerate distributes it: training steps."""
-    optimizer: torch.optim.Optimizer
+    """The bare model: checkpoints, and where it is not sharded, export and pictures."""
+    distributed: Distributed[MaskedAutoencoder]
+    """The model as all processes train it."""
     order: Order
     plan: BatchPlan
     horizon: Horizon
@@ -73,9 +73,14 @@ class Pretraining:
 
     def __post_init__(self) -> None:
         self.health = Health(
-            self.accelerator, self.folder, self.model, self.optimizer, self.start_step, self.shards,
-            lambda step: build_loader(self, step, step + 1), lambda batch, *_: compute_output(self, self.model, batch).loss,
+            self.accelerator, self.folder, self.distributed, self.start_step, self.shards,
+            lambda step: build_loader(self, step, step + 1), lambda model, batch, *_: compute_output(self, model, batch).loss,
         )  # fmt: skip
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The model as accelerate distributes it: training steps."""
+        return self.distributed.wrapped
 
 
 def set_up(config: PretrainConfig) -> Pretraining:
@@ -121,13 +126,13 @@ def set_up(config: PretrainConfig) -> Pretraining:
     require_agreement(accelerator, facts_of_start(now, horizon.num_steps, start_step))
     if config.run.compile:
         model.compile()  # in place: parameter names stay as they are
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    distributed = Distributed(model, optimizer, accelerator, sharding_asked(os.environ))
     if accelerator.is_main_process:
         save_config(folder, config)
     saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(shards), accelerator)
     return Pretraining(
-        config, folder, accelerator, shards, normalization, model, wrapped, cast(torch.optim.Optimizer, optimizer),
-        order, plan, horizon, start_step, resumed_from, preview.to(accelerator.device), probe, lock, saver,
+        config, folder, accelerator, shards, normalization, model, distributed, order, plan, horizon,
+        start_step, resumed_from, preview.to(accelerator.device), probe, lock, saver,
     )  # fmt: skip
 
 
@@ -162,7 +167,7 @@ def train(run: Pretraining) -> int:
     if accelerator.is_main_process:
         tqdm.write(
             describe_run(
-                config, run.shards, run.model, horizon, run.plan, accelerator.device, compute_dtype(accelerator),
+                config, run.shards, run.distributed, horizon, run.plan, accelerator.device, compute_dtype(accelerator),
             )
         )  # fmt: skip
         if run.probe:
@@ -189,7 +194,7 @@ def train(run: Pretraining) -> int:
             measure(run, log, step)
         while step < horizon.num_steps and not stopped:
             lr = warmup_cosine(step, horizon.warmup_steps, horizon.num_steps, peak_lr, config.optim.min_lr)
-            set_lr(run.optimizer, lr)
+            set_lr(run.distributed.optimizer, lr)
             train_step(run, batches, meters, log.faults)
             step += 1
             run.health.check(step)
@@ -200,8 +205,8 @@ def train(run: Pretraining) -> int:
                 write_log(run, log, step, lr, meters)
             pictures = config.run.picture_every_steps
             is_due = step == horizon.num_steps or (pictures and step % pictures == 0)
-            if is_due and accelerator.is_main_process:
-                log.add_picture("reconstruction", preview_sheet(run, step), step)
+            if is_due:
+                show_restored(run, log, step)
             if not stopped:  # whoever stops a run may not wait long for it to save
                 measure(run, log, step)
             if saves:
@@ -236,18 +241,16 @@ def write_log(run: Pretraining, log: RunLog, step: int, lr: float, meters: Meter
 
 def train_step(run: Pretraining, batches: Iterator[Batch], meters: Meters, faults: FaultLog) -> None:
     """Does one optimizer step: accumulated micro-batches, then the update."""
-    accelerator, accum_steps = run.accelerator, run.plan.accum_steps
+    accum_steps = run.plan.accum_steps
     for micro_step in range(accum_steps):
         batch = next(batches)
         faults.extend(batch.faults)
         is_last = micro_step == accum_steps - 1
         # Gradients travel between processes once per step, with the last micro-batch.
-        with contextlib.nullcontext() if is_last else accelerator.no_sync(run.wrapped):
+        with contextlib.nullcontext() if is_last else run.distributed.without_sync():
             output = compute_output(run, run.wrapped, batch)
             run.health.backward(output.loss, accum_steps, batch, baseline_loss=output.baseline_loss)
-    limit = run.config.optim.clip_grad_norm
-    norm = accelerator.clip_grad_norm_(run.model.parameters(), float("inf") if limit is None else limit)
-    run.health.update(cast(Tensor, norm), meters)
+    run.health.update(run.distributed.clip_gradients(run.config.optim.clip_grad_norm), meters)
 
 
 def compute_output(run: Pretraining, model: nn.Module, batch: Batch) -> MAEOutput:
@@ -269,32 +272,40 @@ def measure(run: Pretraining, log: RunLog, step: int) -> None:
     if run.probe is None or not due:
         return
     with log.paused():
-        values = run.probe.measure(run.model.encoder)
+        values = run.probe.measure(run.distributed.whole_model().encoder)
     shares = f"{values['knn/mean']:.1%} by the mean of the patches, {values['knn/cls']:.1%} by CLS"
     log.write_measured(step, values, f"{run.config.probe.k}-NN accuracy {shares}")
 
 
-def preview_sheet(run: Pretraining, step: int) -> Image.Image:
+def show_restored(run: Pretraining, log: RunLog, step: int) -> None:
+    """Puts the preview images, restored, into TensorBoard; all processes must call it."""
+    model = run.distributed.whole_model()
+    if run.accelerator.is_main_process:
+        log.add_picture("reconstruction", preview_sheet(run, model, step), step)
+
+
+def preview_sheet(run: Pretraining, model: MaskedAutoencoder, step: int) -> Image.Image:
     """Shows the preview images restored, always under the same masks, so that the pictures of a run can be compared."""
     seeds = torch.arange(len(run.preview), device=run.preview.device)
-    noise = seeded_noise(seeds, run.model.encoder.num_patches)
+    noise = seeded_noise(seeds, model.encoder.num_patches)
     with run.accelerator.autocast():
-        triples = reconstruction_triples(run.model, run.preview, noise, run.normalization)
-    return reconstruction_sheet(triples, sheet_note(run.model, step))
+        triples = reconstruction_triples(model, run.preview, noise, run.normalization)
+    return reconstruction_sheet(triples, sheet_note(model, step))
 
 
 def save(run: Pretraining, step: int) -> None:
     """Saves a checkpoint; ends all processes where the weights are not worth one."""
     run.health.require_sound_weights(step)
     record = identity(run.config, run.shards.manifest.hash, run.plan.global_batch_size, run.accelerator)
-    run.saver.save(step, record, run.model, run.optimizer)
+    run.saver.save(step, record, run.model, run.distributed.optimizer)
 
 
 def finish(run: Pretraining) -> None:
-    """Leaves the encoder and the picture, and says what to type next."""
+    """Leaves the encoder and the picture, and says what to type next; all processes must call it."""
+    model = run.distributed.whole_model()
     if not run.accelerator.is_main_process:
         return
-    export_encoder(run.folder, run.model, run.config.model, run.normalization)
+    export_encoder(run.folder, model, run.config.model, run.normalization)
     with replacing(run.folder / "reconstruction.png") as temporary:
-        preview_sheet(run, run.horizon.num_steps).save(temporary, format="PNG")
+        preview_sheet(run, model, run.horizon.num_steps).save(temporary, format="PNG")
     tqdm.write(next_commands(run.folder, run.config.data.train))

@@ -17,6 +17,7 @@ from models.formats import encoder_state, timm_model
 from models.mae import MAEConfig, MaskedAutoencoder, build_mae
 from pretrain.config import PretrainConfig
 from training.checkpoint import replacing
+from training.parallel import Distributed
 from training.schedule import Horizon, scale_lr
 
 
@@ -34,14 +35,14 @@ def forward_gflops(config: MAEConfig) -> float:
 def describe_run(
     config: PretrainConfig,
     shards: ShardSet,
-    model: MaskedAutoencoder,
+    distributed: Distributed[MaskedAutoencoder],
     horizon: Horizon,
     plan: BatchPlan,
     device: torch.device,
     dtype: str,
 ) -> str:
     """Answers what a person asks before a long run, one line a question."""
-    encoder = model.encoder
+    model, encoder = distributed.model, distributed.model.encoder
     peak_lr = scale_lr(config.optim.base_lr, plan.global_batch_size)
     epochs = horizon.num_steps * plan.global_batch_size / len(shards)
     height, width = config.model.img_size
@@ -59,7 +60,7 @@ def describe_run(
         f"process{'es' if plan.world_size > 1 else ''} x {plan.accum_steps} accumulated",
         "lr": f"base {config.optim.base_lr:g} per 256 images, peak {peak_lr:.3g}",
         "steps": f"{horizon.num_steps:,} ({epochs:.4g} epochs), warm-up {horizon.warmup_steps:,.0f}",
-        "device": f"{device.type}, {dtype}{', compiled' if config.run.compile else ''}",
+        "device": f"{device.type}, {dtype}{', compiled' if config.run.compile else ''}{distributed.describe()}",
         "output": config.output_dir,
     }
     return "\n".join(f"{name:>8}  {text}" for name, text in lines.items())

@@ -1,6 +1,7 @@
 """Steps that must not count, runs that must not go on, losses that jump, and readers that have fallen silent."""
 
 import contextlib
+import functools
 import json
 import math
 import statistics
@@ -28,6 +29,7 @@ from training.checkpoint import replacing
 from training.cli import EXIT_USER_ERROR, UserError, user_errors
 from training.launch import here
 from training.meters import Meters
+from training.parallel import Distributed, own_part
 
 Item = TypeVar("Item")
 
@@ -67,29 +69,28 @@ class Health:
     Args:
         accelerator: of the run.
         folder: of the run.
-        model: without any wrapper.
-        optimizer: of its parameters.
+        distributed: the model and its optimizer.
         start_step: optimizer steps done before.
         shards: what is trained on.
         batches_of: reads this process's micro-batches of a step again; steps count from 0.
-        loss_of: computes the loss of a micro-batch, by its step and number therein, on the model without any wrapper.
+        loss_of: computes the loss of a model without any wrapper on a micro-batch, by its step and number therein.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
         folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        distributed: Distributed[Any],
         start_step: int,
         shards: ShardSet,
         batches_of: Callable[[int], Iterable[Batch]],
-        loss_of: Callable[[Batch, int, int], Tensor],
+        loss_of: Callable[[nn.Module, Batch, int, int], Tensor],
     ) -> None:
         self.accelerator = accelerator
         self.folder = folder
-        self.model = model
-        self.optimizer = optimizer
+        self.distributed = distributed
+        self.model: nn.Module = distributed.model
+        self.optimizer = optimizer = distributed.optimizer
         self.shards = shards
         self.batches_of = batches_of
         self.loss_of = loss_of
@@ -99,7 +100,7 @@ class Health:
         """Skipped steps of the run, the same."""
         bare = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         self._fused = bare if isinstance(bare, torch.optim.AdamW) and bare.defaults["fused"] else None
-        norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
         self._statistics = [(buffer, buffer.clone()) for module in norms for buffer in module.buffers(recurse=False)]
         self._counts = torch.zeros(2, dtype=torch.int64, device=accelerator.device)  # in a row, in all
         self._sums: dict[str, Tensor] = {}
@@ -203,9 +204,9 @@ class Health:
         self._look(step)
         is_sound = torch.tensor(False)
         if self._sound_batch is not None:
-            tensors = [tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
+            tensors = [own_part(tensor) for tensor in self.model.state_dict().values() if tensor.is_floating_point()]
             with torch.no_grad():
-                loss = self.loss_of(self._sound_batch, step, 0)
+                loss = self._compute_loss(self.model, self._sound_batch, step, 0)
             is_sound = torch.stack([loss.isfinite(), *(tensor.isfinite().all() for tensor in tensors)]).all()
             for buffer, kept in self._statistics:  # the forward pass has moved them
                 buffer.copy_(kept)
@@ -234,7 +235,8 @@ class Health:
             SystemExit: with the exit status of a user's mistake.
         """
         values = {name: value.item() for name, value in self._last.items()}
-        everyone = gather_object([(here(), values, *self._examine(step - 1))])
+        model = self.distributed.whole_model()  # each process may come to another end with it
+        everyone = gather_object([(here(), values, *self._examine(model, step - 1))])
         try:
             if self.accelerator.is_main_process:
                 with tqdm.external_write_mode(file=sys.stderr), user_errors():
@@ -265,7 +267,7 @@ class Health:
             "float32"
         )
 
-    def _examine(self, step: int) -> tuple[str, list[dict[str, Any]]]:
+    def _examine(self, model: nn.Module, step: int) -> tuple[str, list[dict[str, Any]]]:
         """Computes a step once more on this process.
 
         Returns:
@@ -275,7 +277,7 @@ class Health:
         try:
             for micro_step, batch in enumerate(self.batches_of(step)):
                 samples = self._name(batch)
-                finding = first_not_finite(self.model, lambda loss_of=self.loss_of, at=(batch, step, micro_step): loss_of(*at))
+                finding = first_not_finite(model, functools.partial(self._compute_loss, model, batch, step, micro_step))
                 if finding:
                     break
         except (
@@ -284,6 +286,10 @@ class Health:
         ) as error:  # out of memory, say: the end is told even without its cause
             finding = f"the step could not be computed once more ({' '.join(str(error).split())[:200]})"
         return finding, samples
+
+    def _compute_loss(self, model: nn.Module, batch: Batch, step: int, micro_step: int) -> Tensor:
+        with self.accelerator.autocast():  # which a copy of a sharded model does not bring along
+            return self.loss_of(model, batch, step, micro_step)
 
     def _name(self, batch: Batch) -> list[dict[str, Any]]:
         with ShardReader(self.shards) as reader:

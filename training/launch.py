@@ -31,6 +31,7 @@ from data.crops import crop_backend
 from data.errors import DataError
 from training.cli import EXIT_USER_ERROR, UserError, flat_config
 from training.one_process import OTHER_LAUNCHERS, num_copies
+from training.parallel import sharding_asked
 
 EXIT_LOST_CONTACT = 75
 """Exit status of a process that lost another one: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -106,6 +107,7 @@ def facts_of_launch(config: Any) -> dict[str, Any]:
     return settings | packages | {
         "version of Python": platform.python_version(),
         "decoder of JPEG files": crop_backend(),
+        "sharding of the model": str(sharding_asked(os.environ)),
         "program (hash of its files)": code_hash(Path(__file__).parent.parent),
     }  # fmt: skip
 

@@ -19,13 +19,20 @@ from typing import IO, Any, Literal, cast
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list, set_seed
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    patch_environment,
+    set_seed,
+)
 from tqdm import tqdm
 
 from training.checkpoint import replacing
 from training.cli import UserError, config_to_yaml, flat_config, flatten, is_main_process, read_yaml
 from training.launch import check_launch, here
 from training.machine import best_device, cores_per_process, native_bfloat16
+from training.parallel import sharding_asked
 from training.storage import private_folder
 
 try:
@@ -91,28 +98,31 @@ def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
 
     Raises:
         UserError: the launcher started several processes, but each believes that it is alone; or it asks for another way of
-            distribution than DDP.
+            distribution than DDP and FSDP2.
         RuntimeError: not all processes came within `run.timeout_minutes`.
     """
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):  # on CPUs accelerate would pass over them in silence
+    sharding_asked(os.environ)  # its mistakes come before anything else
+    for name in ("DEEPSPEED", "MEGATRON_LM"):  # on CPUs accelerate would pass over them in silence
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
             raise UserError(
-                f"the launcher asks for {name} (ACCELERATE_USE_{name}), this program distributes by DDP alone: launch it with "
-                "--multi_gpu instead (`accelerate launch` also reads the file that `accelerate env` names)"
+                f"the launcher asks for {name} (ACCELERATE_USE_{name}), this program distributes by DDP or FSDP2: launch it "
+                "with --multi_gpu, or --use_fsdp --fsdp_version 2 (`accelerate launch` also reads the file that "
+                "`accelerate env` names)"
             )
     device_type = "cpu" if config.device == "cpu" else best_device().type
     bfloat16 = config.dtype == "bfloat16" or (config.dtype == "auto" and native_bfloat16(device_type))
-    accelerator = Accelerator(
-        cpu=device_type == "cpu",
-        mixed_precision="bf16" if bfloat16 else "no",
-        log_with="tensorboard",
-        project_dir=str(folder),
-        dynamo_backend="no",  # compiled by --run.compile alone, whatever the launcher's environment says
-        kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-            InitProcessGroupKwargs(timeout=config.timeout),
-        ],
-    )
+    with patch_environment(ACCELERATE_USE_FSDP="false"):  # models are sharded by `Distributed`, not by accelerate
+        accelerator = Accelerator(
+            cpu=device_type == "cpu",
+            mixed_precision="bf16" if bfloat16 else "no",
+            log_with="tensorboard",
+            project_dir=str(folder),
+            dynamo_backend="no",  # compiled by --run.compile alone, whatever the launcher's environment says
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                InitProcessGroupKwargs(timeout=config.timeout),
+            ],
+        )
     # Accumulation is counted by the loop, which divides the loss itself: the launcher's setting would divide it again.
     accelerator.gradient_accumulation_steps = 1
     if accelerator.device.type == "cpu":

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from training.checkpoint import checkpoint_path, prune_checkpoints, training_tensors, write_checkpoint
 from training.cli import EXIT_USER_ERROR, UserError, user_errors
 from training.knn import is_due
+from training.parallel import whole
 from training.run import RunConfig
 
 _ALIGNMENT = 64
@@ -39,6 +40,7 @@ class HostCopy:
 
         Args:
             tensors: of any device; what was computed before the call is in the copy, nothing of what comes after it.
+                Sharded ones are gathered one by one, see `gather_along`.
 
         Returns:
             Under the same names: contiguous, in the CPU's memory.
@@ -53,10 +55,16 @@ class HostCopy:
         copies = {}
         for (name, tensor), start in zip(tensors.items(), starts, strict=True):
             place = self._buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            copies[name] = place.copy_(tensor.detach(), non_blocking=True)
+            copies[name] = place.copy_(whole(tensor.detach()), non_blocking=True)
         if any(tensor.device.type != "cpu" for tensor in tensors.values()):
             torch.accelerator.synchronize()
         return copies
+
+
+def gather_along(tensors: dict[str, Tensor]) -> None:
+    """Lets another process copy tensors: gathers the sharded ones in the same order as `HostCopy.take`, and keeps nothing."""
+    for tensor in tensors.values():
+        whole(tensor.detach())
 
 
 class CheckpointWriter:
@@ -197,7 +205,8 @@ class Saver:
     ) -> None:
         """Saves a checkpoint: returns as soon as it is copied.
 
-        Where the last write failed, nothing is saved: all processes learn of it together, at the next step or at the end.
+        All processes must call it: the first one writes, the others hand it their parts of what is sharded. Where the last
+        write failed, nothing is saved: all processes learn of it together, at the next step or at the end.
 
         Args:
             step: optimizer steps done.
@@ -206,14 +215,15 @@ class Saver:
             optimizer: over the model's parameters.
             extra: further tensors, under names with a prefix of their own.
         """
-        if self.accelerator.is_main_process:
-            self._warn_of_waiting(step)
-            self._writer.settle()
-            if not self._writer.has_failed:
-                self._writer.save(step, identity, training_tensors(model, optimizer, extra), self._is_milestone(step))
+        tensors = training_tensors(model, optimizer, extra)
+        if self.accelerator.is_main_process and self._is_free(step):
+            self._writer.save(step, identity, tensors, self._is_milestone(step))
+        else:
+            gather_along(tensors)
         self._last_time = time.monotonic()
 
-    def _warn_of_waiting(self, step: int) -> None:
+    def _is_free(self, step: int) -> bool:
+        """Waits until nothing is written; says whether the last write was a good one."""
         earlier = self._writer.writing
         if earlier is not None and not self._has_warned:
             self._has_warned = True
@@ -221,6 +231,8 @@ class Saver:
                 f"warning: the checkpoint of step {step} has to wait until that of step {earlier} is written: where this "
                 "comes often, save less often (--run.save_every_steps, --run.save_every_minutes) or on a faster disk"
             )
+        self._writer.settle()
+        return not self._writer.has_failed
 
     def _end_run(self) -> None:
         """Ends all processes together, after the first has told why.

@@ -19,6 +19,7 @@ from models.mae import MaskedAutoencoder
 from training.health import MAX_SKIPPED_IN_A_ROW, Health, SpikeWatch, StallWatch, first_not_finite
 from training.meters import Meters
 from training.optim import LARS
+from training.parallel import Distributed
 
 
 @pytest.fixture(autouse=True)
@@ -52,12 +53,12 @@ class Trained:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         self.accelerator = Accelerator(cpu=True)
-        bare = optimizer(self.model)
-        self.optimizer: Any = self.accelerator.prepare(bare)
+        distributed = Distributed(self.model, optimizer(self.model), self.accelerator)
+        self.optimizer: Any = distributed.optimizer
         self.batches = [batch_of(1.0, 2.0)]
         self.health = Health(
-            self.accelerator, folder, self.model, self.optimizer, 0, shards, lambda _: self.batches,
-            lambda batch, *_: self.loss(batch),
+            self.accelerator, folder, distributed, 0, shards, lambda _: self.batches,
+            lambda _model, batch, *_: self.loss(batch),
         )  # fmt: skip
         self.meters = Meters()
 
