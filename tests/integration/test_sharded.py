@@ -179,6 +179,7 @@ def two_programs(folder: Path, body: str, *flags: str) -> list[tuple[int, str]]:
         import os, signal, sys
         sys.path.insert(0, {str(ROOT)!r})
         import torch
+        from torch.distributed.tensor import DTensor
         import pretrain.loop
         from pretrain.main import main
         from training.parallel import own_part
@@ -205,13 +206,20 @@ def two_programs(folder: Path, body: str, *flags: str) -> list[tuple[int, str]]:
 
 
 def test_a_sick_step_of_one_process_is_skipped_by_all_and_a_sick_run_ends_with_a_diagnosis(tmp_path: Path) -> None:
-    """Process 1 alone meets what is not finite; each process holds a half of weights and moments."""
+    """Process 1 alone meets what is not finite; each process holds a half of weights and moments, and sends gradients once."""
     results = two_programs(
         tmp_path,
         """
+        micro_steps = 0
         def sick_output(run, model, batch):
+            global micro_steps
             output = compute_output(run, model, batch)
-            if rank == "1" and model is run.wrapped and torch.is_grad_enabled() and (steps == 2 or steps > 4):
+            trains = model is run.wrapped and torch.is_grad_enabled()
+            if trains:
+                micro_steps += 1
+            if trains and micro_steps % 2 == 0:
+                print("sent before the last micro-batch:", any(isinstance(p.grad, DTensor) for p in run.model.parameters()))
+            if trains and rank == "1" and (steps == 2 or steps > 4):
                 output.loss.data.fill_(float("nan"))
             if rank == "1" and model is not run.wrapped and steps > 10:
                 output.loss.data.fill_(float("nan"))
@@ -226,11 +234,13 @@ def test_a_sick_step_of_one_process_is_skipped_by_all_and_a_sick_run_ends_with_a
                 print(f"{name} held by process {rank}: {held / whole:.2f}")
         pretrain.loop.compute_output, pretrain.loop.train_step = sick_output, counted
         """,
-        "--num_steps", "40", "--data.batch_size_per_process", "32",
+        "--num_steps", "40", "--data.batch_size_per_process", "16",
     )  # fmt: skip
     for rank, (status, text) in enumerate(results):
         assert status == 2, text
         assert "Traceback" not in text
+        assert text.count("sent before the last micro-batch: False") == 15
+        assert "sent before the last micro-batch: True" not in text
         for name in ("weights", "moments"):
             shares = {
                 float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} held by process {rank}")
