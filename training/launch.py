@@ -32,6 +32,7 @@ from data.errors import DataError
 from training.cli import EXIT_USER_ERROR, UserError, flat_config
 from training.one_process import OTHER_LAUNCHERS, num_copies
 from training.parallel import sharding_asked
+from training.unattended import unattended
 
 EXIT_LOST_CONTACT = 75
 """Exit status of a process that lost another one: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -189,7 +190,8 @@ def contact(folder: Path | None, timeout_minutes: float) -> Iterator[None]:
     """Ends this process in one line, without a traceback, when another process of the run is lost.
 
     The loss shows where processes do something together: a closed connection at once, a process that hangs after the time
-    limit of collectives. What ended the other one, its own output says.
+    limit of collectives. What ended the other one, its own output says. Where the launcher or a reader of the output is lost,
+    the run is not: see `unattended`.
 
     Args:
         folder: of the run; None while it is put together.
@@ -199,7 +201,8 @@ def contact(folder: Path | None, timeout_minutes: float) -> Iterator[None]:
         SystemExit: with EXIT_LOST_CONTACT.
     """
     try:
-        yield
+        with unattended():
+            yield
     except RuntimeError as error:
         reason = lost_contact(error)
         if reason is None:

@@ -25,6 +25,7 @@ from training.launch import (
     mistakes_of_one,
 )
 from training.one_process import OTHER_LAUNCHERS, require_one_process
+from training.unattended import LastingOutput, has_launcher, unattended
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -147,6 +148,46 @@ def test_lost_contact_is_one_line_with_the_newest_checkpoint(
     assert "--run.timeout_minutes" in line
     with pytest.raises(RuntimeError, match="a bug"), contact(tmp_path, 10):
         raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("accelerate", True), ("accelerate-launch", True), ("wrapper.py", False)])
+def test_only_a_launcher_s_end_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, expected: bool) -> None:
+    """A run that a shell or a scheduler's script has started goes on when that ends."""
+    if not Path("/proc/self/cmdline").exists():
+        pytest.skip("the parent's command cannot be read here")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    (tmp_path / name).write_text("print(flush=True); input()")
+    command = [sys.executable, str(tmp_path / name), "launch"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()  # it is no copy of this process any more
+        monkeypatch.setattr("training.unattended.os.getppid", lambda: parent.pid)
+        assert has_launcher() == expected
+        parent.communicate(b"\n")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert has_launcher()
+
+
+def test_output_whose_reader_has_gone_leads_nowhere_for_all_who_write_to_it() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        output = LastingOutput(stream)
+        for _ in range(2):
+            assert output.write("lost") == 4
+            output.flush()
+        os.write(writer, b"past the stream")
+        assert output.fileno() == writer  # all else is the stream's
+
+
+def test_output_is_made_to_last_once_and_put_back() -> None:
+    before = sys.stdout, sys.stderr
+    with unattended():
+        inside = sys.stdout, sys.stderr
+        assert all(isinstance(stream, LastingOutput) for stream in inside)
+        with unattended():
+            assert (sys.stdout, sys.stderr) == inside
+    assert (sys.stdout, sys.stderr) == before
 
 
 def test_a_mistake_that_only_one_process_meets_is_told_by_it(
