@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from data.crops import crop_backend
 from data.errors import DataError
-from training.cli import EXIT_USER_ERROR, UserError, flat_config
+from training.cli import UserError, flat_config, user_errors
 from training.one_process import OTHER_LAUNCHERS, num_copies
 from training.parallel import sharding_asked
 from training.unattended import unattended
@@ -49,10 +49,14 @@ _ALONE_S = 3.0
 """So long a process waits before it tells of a mistake that the first process of its machine did not meet."""
 
 _CLOSED = re.compile(
-    r"connection closed by peer|connection reset by peer|broken pipe|remote process exited|likely closed|pair closure",
+    r"connection closed by peer|connection reset by peer|broken pipe|remote process exited|likely closed|"
+    r"connectFullMesh failed",
     re.IGNORECASE,
 )
-_TIMED_OUT = re.compile(r"timed out waiting|wait timeout|timed out after|collective operation timeout", re.IGNORECASE)
+_TIMED_OUT = re.compile(
+    r"timed out waiting|wait timeout|timed out after|collective operation timeout|connect timeout|timeout caused pair closure",
+    re.IGNORECASE,
+)
 _ADDRESS = re.compile(r"\[[0-9a-fA-F.:%]+\]:\d+")
 """As Gloo names the other end of a connection: [127.0.0.1]:34567."""
 
@@ -229,7 +233,7 @@ def lost_contact(error: RuntimeError) -> str | None:
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "CUDA error" in str(error):
         return None
-    found = _CLOSED.search(str(error)) or _TIMED_OUT.search(str(error))
+    found = _TIMED_OUT.search(str(error)) or _CLOSED.search(str(error))
     address = _ADDRESS.search(str(error))
     return f"{found.group().lower()}{f', {address.group()}' if address else ''}" if found else None
 
@@ -246,9 +250,9 @@ def mistakes_of_one() -> Iterator[None]:
     """
     try:
         yield
-    except (UserError, DataError) as error:
+    except (UserError, DataError, OSError):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             raise
         time.sleep(_ALONE_S)
-        print(f"error ({here()}): {error}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_USER_ERROR) from error
+        with user_errors(every_process=True):
+            raise

@@ -1,5 +1,6 @@
 """Whether all processes of a run see the same run folder."""
 
+import contextlib
 import os
 import secrets
 import socket
@@ -27,20 +28,20 @@ def private_folder(folder: Path, accelerator: Accelerator) -> str | None:
         return None
     token = [""]
     if accelerator.is_main_process:
-        place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-        path = place / f".{secrets.token_hex(8)}.tmp"
-        try:
+        with contextlib.suppress(OSError):  # see Returns
+            place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+            path = place / f".{secrets.token_hex(8)}.tmp"
             path.touch()
             token = [str(path)]
-        except OSError:
-            pass  # see Returns
-    broadcast_object_list(token)
-    if not token[0]:
-        return None
-    path = Path(token[0])
-    seen = gather_object([(path.exists(), socket.gethostname())])
-    if accelerator.is_main_process:
-        path.unlink(missing_ok=True)
+    try:
+        broadcast_object_list(token)
+        if not token[0]:
+            return None
+        seen = gather_object([(_sees(Path(token[0])), socket.gethostname())])
+    finally:  # also where another process is lost meanwhile: an empty run folder must stay empty
+        if accelerator.is_main_process and token[0]:
+            with contextlib.suppress(OSError):  # it disturbs nobody but the eye
+                Path(token[0]).unlink(missing_ok=True)
     blind = [f"process {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
     if not blind:
         return None
@@ -49,3 +50,11 @@ def private_folder(folder: Path, accelerator: Accelerator) -> str | None:
         f"checkpoints will lie on {seen[0][1]} alone. Put output_dir on storage that all machines share, or copy it to every "
         "machine before the run is continued with --resume auto"
     )
+
+
+def _sees(path: Path) -> bool:
+    """Says whether a file is there; one in a folder that may not be looked into is not."""
+    try:
+        return path.exists()
+    except OSError:
+        return False

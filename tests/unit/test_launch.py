@@ -1,5 +1,6 @@
 """Launches that went wrong are refused in one line; a lost process is told from other errors."""
 
+import errno
 import os
 import shutil
 import socket
@@ -7,8 +8,10 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import cast
 
 import pytest
+from accelerate import Accelerator
 
 from data.errors import DataError
 from pretrain.config import PretrainConfig
@@ -25,6 +28,7 @@ from training.launch import (
     mistakes_of_one,
 )
 from training.one_process import OTHER_LAUNCHERS, require_one_process
+from training.storage import private_folder
 from training.unattended import LastingOutput, has_launcher, unattended
 
 ROOT = Path(__file__).parent.parent.parent
@@ -115,6 +119,8 @@ def test_differences_name_the_fact_the_processes_and_their_machines() -> None:
     [
         (GLOO_CLOSED, "connection reset by peer, [10.0.0.7]:34567"),
         (GLOO_LATE, "timed out waiting"),
+        ("[/gloo/pair.cc:5] Application timeout caused pair closure", "timeout caused pair closure"),  # nobody has closed it
+        ("Gloo connectFullMesh failed with [/gloo/pair.cc:1] no error", "connectfullmesh failed"),
         ("NCCL error in: x.cpp:1, remote process exited or there was a network error", "remote process exited"),
         ("The size of tensor a (3) must match the size of tensor b (4)", None),
         ("CUDA error: the launch timed out and was terminated; timed out waiting", None),
@@ -196,17 +202,58 @@ def test_a_mistake_that_only_one_process_meets_is_told_by_it(
     """The first process of a machine speaks at once, by `user_errors`; another waits first."""
     waited = list[float]()
     monkeypatch.setattr("training.launch.time.sleep", waited.append)
-    for rank, expected, pause in (("0", "error: no shard\n", []), ("1", "error (process 1 on ", [3.0])):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit) as caught, user_errors(), mistakes_of_one():
-            raise DataError("no shard")
-        assert caught.value.code == EXIT_USER_ERROR
-        text = capfd.readouterr().err
-        assert text.startswith(expected)
-        assert text.endswith("no shard\n")
-        assert text.count("\n") == 1
-        assert waited == pause
+    mistakes = {
+        "no shard": DataError("no shard"),
+        "Permission denied: /x": PermissionError(errno.EACCES, "Permission denied", "/x"),
+    }
+    for number, (text, mistake) in enumerate(mistakes.items()):
+        for rank, start in (("0", "error: "), ("1", f"error (process 1 on {socket.gethostname()}): ")):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            with pytest.raises(SystemExit) as caught, user_errors(), mistakes_of_one():
+                raise mistake
+            assert caught.value.code == EXIT_USER_ERROR
+            assert capfd.readouterr().err == f"{start}{text}\n"
+            assert waited == [3.0] * (number + int(rank))
+    with pytest.raises(OSError, match="a bug"), user_errors(), mistakes_of_one():
+        raise OSError("a bug")
+
+
+class FirstProcess:
+    """Of two machines."""
+
+    num_processes = 2
+    is_main_process = True
+
+
+def test_the_file_that_all_look_for_does_not_stay_whatever_happens_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new run folder that is not empty would be refused at the next start."""
+    first = cast(Accelerator, FirstProcess())
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr("training.storage.broadcast_object_list", lambda token: None)
+
+    def lost(found: list[tuple[bool, str]]) -> list[tuple[bool, str]]:
+        assert found[0][0]
+        assert list(tmp_path.iterdir())
+        raise RuntimeError(GLOO_CLOSED)
+
+    monkeypatch.setattr("training.storage.gather_object", lost)
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        private_folder(tmp_path, first)
+    assert not list(tmp_path.iterdir())
+
+    monkeypatch.setattr("training.storage.gather_object", lambda found: [*found, (False, "node2")])
+    warning = private_folder(tmp_path / "run", first)
+    assert warning is not None
+    assert "is not seen by 1 of 2 processes (process 1 on node2)" in warning
+
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", forbidden)
+    assert private_folder(tmp_path / "run", first) is None  # whoever writes to the folder will tell
 
 
 def together(tmp_path: Path, body: str) -> list[tuple[int, str]]:
