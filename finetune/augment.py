@@ -1,4 +1,4 @@
-"""RandAugment on uint8 crops, as a pure function of image and seed."""
+"""What fine-tuning does to images: RandAugment on uint8 crops, by image and seed; erasing and mixing on batches."""
 
 import contextlib
 import random
@@ -8,9 +8,13 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data.auto_augment import posterize, rand_augment_transform
+from timm.data.mixup import Mixup
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
+from torch.nn import functional as F
 
 from data.errors import DataError
+from finetune.config import AugmentConfig
 
 
 class RandAugment:
@@ -77,3 +81,33 @@ def seeded(seed: int) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
+
+
+class Mixing:
+    """What happens to a batch on the device: random erasing, then mixup or cutmix; and the targets that belong to it.
+
+    Args:
+        augment: which of them, and how strong.
+        num_classes: of the data.
+        device: of the batches.
+    """
+
+    def __init__(self, augment: AugmentConfig, num_classes: int, device: torch.device) -> None:
+        self.smoothing = augment.label_smoothing
+        self.erase = RandomErasing(augment.erase_probability, mode="pixel", max_count=1, device=str(device))
+        self.mix = None
+        if augment.mixes:
+            self.mix = Mixup(
+                augment.mixup, augment.cutmix, prob=augment.mix_probability, label_smoothing=self.smoothing,
+                num_classes=num_classes,
+            )  # fmt: skip
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, C, H, W) normalised and (B,) labels -> images and targets, (B, classes) where images are mixed."""
+        if self.erase.probability > 0:
+            images = self.erase(images)
+        return (images, labels) if self.mix is None else self.mix(images, labels)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Cross-entropy; mixed targets hold their smoothing already."""
+        return F.cross_entropy(logits, targets, label_smoothing=self.smoothing if self.mix is None else 0.0)

@@ -15,17 +15,14 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from timm.data.mixup import Mixup
-from timm.data.random_erasing import RandomErasing
 from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
-from torch.nn import functional as F
 from tqdm import tqdm
 
 from data.loader import Batch, BatchLoader
 from data.stream import BatchPlan, SubsetOrder, mix64
 from data.transforms import Normalization
-from finetune.augment import RandAugment
+from finetune.augment import Mixing, RandAugment
 from finetune.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, FinetuneConfig
 from finetune.distill import Teacher, distillation_loss, load_teacher
 from finetune.evaluate import EvaluationSet, Scores, draw_confusion, evaluate
@@ -37,7 +34,7 @@ from models.heads import Classifier, build_classifier
 from training.cli import UserError
 from training.faults import FaultLog
 from training.features import weights_hash
-from training.health import Health, StallWatch
+from training.health import Health
 from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
 from training.log import RunLog
 from training.meters import Meters, WaitClock
@@ -47,6 +44,7 @@ from training.resume import compute_dtype, identity, resume
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
 from training.saving import Saver
 from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
+from training.watch import StallWatch
 
 EMA_PREFIX = "ema/"
 
@@ -94,7 +92,7 @@ class Finetuning:
     """Skips steps that are not sound, and ends a run that does not recover."""
 
     def __post_init__(self) -> None:
-        mixing = Mixing(self.config, self.num_classes, self.accelerator.device)
+        mixing = Mixing(self.config.augment, self.num_classes, self.accelerator.device)
         self.health = Health(
             self.accelerator, self.folder, self.distributed, self.start_step, self.data.train,
             lambda step: build_loader(self, step, step + 1), lambda model, *at: compute_loss(self, model, mixing, *at)[0],
@@ -223,37 +221,6 @@ def build_optimizer(classifier: Classifier, config: FinetuneConfig) -> torch.opt
     return build_adamw(groups, config.optim)
 
 
-class Mixing:
-    """What happens to a batch on the device: random erasing, then mixup or cutmix; and the targets that belong to it.
-
-    Args:
-        config: of the run.
-        num_classes: of the data.
-        device: of the batches.
-    """
-
-    def __init__(self, config: FinetuneConfig, num_classes: int, device: torch.device) -> None:
-        augment = config.augment
-        self.smoothing = augment.label_smoothing
-        self.erase = RandomErasing(augment.erase_probability, mode="pixel", max_count=1, device=str(device))
-        self.mix = None
-        if augment.mixes:
-            self.mix = Mixup(
-                augment.mixup, augment.cutmix, prob=augment.mix_probability, label_smoothing=self.smoothing,
-                num_classes=num_classes,
-            )  # fmt: skip
-
-    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, C, H, W) normalised and (B,) labels -> images and targets, (B, classes) where images are mixed."""
-        if self.erase.probability > 0:
-            images = self.erase(images)
-        return (images, labels) if self.mix is None else self.mix(images, labels)
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy; mixed targets hold their smoothing already."""
-        return F.cross_entropy(logits, targets, label_smoothing=self.smoothing if self.mix is None else 0.0)
-
-
 def seed_micro_step(seed: int, step: int, micro_step: int, rank: int) -> None:
     """Seeds every generator that erasing, mixing and drop path draw from: a resumed run draws what it would have drawn."""
     position = np.array([(step << 20) + (micro_step << 10) + rank], dtype=np.uint64)
@@ -282,7 +249,7 @@ def train(run: Finetuning) -> int:
             tqdm.write(f"  resume  {run.resumed_from}")
     loader = build_loader(run, run.start_step, horizon.num_steps)
     clock, meters = WaitClock(), Meters()
-    mixing = Mixing(config, run.num_classes, accelerator.device)
+    mixing = Mixing(config.augment, run.num_classes, accelerator.device)
     peak_lr = scale_lr(config.optim.base_lr, run.plan.global_batch_size)
     eval_every = max(1, round(config.eval_every_epochs * len(run.data.rows) / run.plan.global_batch_size))
     log = RunLog(

@@ -26,7 +26,7 @@ from pretrain.report import describe_run, export_encoder, next_commands
 from training.checkpoint import replacing
 from training.cli import UserError
 from training.faults import FaultLog
-from training.health import Health, StallWatch
+from training.health import Health
 from training.knn import OnlineProbe, is_due
 from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
 from training.log import RunLog
@@ -37,6 +37,7 @@ from training.resume import compute_dtype, identity, resume
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
 from training.saving import Saver
 from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
+from training.watch import StallWatch
 
 NUM_PREVIEW_IMAGES = 8
 

@@ -1,17 +1,12 @@
-"""Steps that must not count, runs that must not go on, losses that jump, and readers that have fallen silent."""
+"""Steps that must not count, and runs that must not go on."""
 
-import contextlib
 import functools
 import json
 import math
-import statistics
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -27,24 +22,14 @@ from data.reader import ShardReader
 from data.shards import ShardSet
 from training.checkpoint import replacing
 from training.cli import EXIT_USER_ERROR, UserError, user_errors
+from training.diagnosis import first_not_finite
 from training.launch import here
 from training.meters import Meters
 from training.parallel import Distributed, own_part
-
-Item = TypeVar("Item")
+from training.watch import SpikeWatch
 
 MAX_SKIPPED_IN_A_ROW = 10
 """So many skipped steps in a row end a run."""
-STALL_S = 120.0
-"""So long a process waits for a batch before it says so."""
-
-SPIKE_WINDOW = 32
-"""So many log intervals a new one is compared with."""
-SPIKE_MIN = 8
-"""So many there must be before."""
-SPIKE_RATIO = 1.5
-SPIKE_DEVIATIONS = 6.0
-"""A spike is above the median by this factor, and by so many deviations: small losses scatter more."""
 
 _APPLIED = "applied"
 
@@ -295,158 +280,3 @@ class Health:
         with ShardReader(self.shards) as reader:
             samples = [reader.read(index) for index in dict.fromkeys(batch.indices.tolist())]
         return [{"sample": sample.index, "shard": sample.shard, "key": sample.key} for sample in samples]
-
-
-def first_not_finite(model: nn.Module, compute: Callable[[], Tensor]) -> str:
-    """Computes a loss and its gradients, watching every module.
-
-    The model is not changed, but for statistics that it updates itself, and its gradients are empty afterwards.
-
-    Args:
-        model: what `compute` calls.
-        compute: gives the loss, a scalar.
-
-    Returns:
-        What was not finite first: a weight, the input or output of a module, the loss, or a gradient; "" for nothing.
-    """
-    for name, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            return f"the weight {name} is not finite"
-    found: list[str] = []
-
-    def look(tensor: Tensor, what: str) -> None:
-        if not found and tensor.is_floating_point() and not tensor.detach().isfinite().all():
-            found.append(f"{what} is the first to be not finite")
-
-    def hook_of(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            called = f"{name or 'the model'} ({type(module).__name__})"
-            for tensor in tensors_in(inputs):
-                look(tensor, f"the input of {called}")
-            for tensor in tensors_in(output):
-                look(tensor, f"the output of {called}")
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: look(gradient, f"the gradient that reaches the output of {called}"))
-
-        return hook
-
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_hook(hook_of(name)).remove)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code calls no hooks
-        loss = compute()
-        look(loss, "the loss")
-        if not found and loss.requires_grad:
-            loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            look(parameter.grad, f"the gradient of the weight {name}")
-            parameter.grad = None
-    return found[0] if found else ""
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-
-
-class SpikeWatch:
-    """Compares the loss of each log interval with the median of those before it.
-
-    A spike is a loss above SPIKE_RATIO times the median and SPIKE_DEVIATIONS robust deviations above it (1.48 times the median
-    distance from the median, which is the standard deviation of a normal distribution). It is told when it begins, the 1st, the
-    2nd, the 4th, 8th, ... time. A loss that stays high is the new median before long. A resumed run begins with an empty
-    window.
-    """
-
-    def __init__(self) -> None:
-        self._window: deque[float] = deque(maxlen=SPIKE_WINDOW)
-        self._inside = False
-        self._count = 0
-
-    def add(self, loss: float) -> "Spike":
-        """Takes the loss of the next log interval."""
-        ratio = warning = None
-        if len(self._window) >= SPIKE_MIN:
-            median = statistics.median(self._window)
-            deviation = 1.48 * statistics.median(abs(value - median) for value in self._window)
-            ratio = loss / median if median > 0 else 1.0
-            is_spike = ratio > SPIKE_RATIO and loss > median + SPIKE_DEVIATIONS * deviation
-            if is_spike and not self._inside:
-                self._count += 1
-                if self._count & (self._count - 1) == 0:
-                    warning = (
-                        f"the loss jumped to {loss:.4g}, {ratio:.2g} times the median of the last {len(self._window)} entries "
-                        f"({median:.4g}); jump no. {self._count}. Where it does not come back: --resume auto from before it, "
-                        "with a lower --optim.base_lr or --optim.clip_grad_norm 1"
-                    )
-            self._inside = is_spike
-        self._window.append(loss)
-        return Spike(ratio, warning)
-
-
-class Spike(NamedTuple):
-    """What a loss is to those before it."""
-
-    over_median: float | None
-    """Loss over median; None while there are too few before it."""
-    warning: str | None
-    """A line for the user; None where there is nothing to tell."""
-
-
-class StallWatch:
-    """Says so while this process waits long for its next batch; it never ends the run.
-
-    A thread looks now and then, and tells on stderr after `limit_s`, then each time that the waiting has doubled, and once more
-    when the batch has come. The other processes wait in the meantime for this one, and end after `run.timeout_minutes`.
-
-    Args:
-        limit_s: None: STALL_S.
-    """
-
-    def __init__(self, limit_s: float | None = None) -> None:
-        self.limit_s = STALL_S if limit_s is None else limit_s
-        self._since: float | None = None
-        self._tell_at = self.limit_s
-        self._ended = threading.Event()
-
-    def watch(self, items: Generator[Item, None, None]) -> Generator[Item, None, None]:
-        """Passes items on, watching how long each takes to come; closed, it closes their source."""
-        thread = threading.Thread(target=self._look, name="stalls", daemon=True)
-        thread.start()
-        try:
-            with contextlib.closing(items):
-                while True:
-                    self._tell_at, self._since = self.limit_s, time.monotonic()
-                    try:
-                        item = next(items)
-                    except StopIteration:
-                        return
-                    waited_s, self._since = time.monotonic() - self._since, None
-                    if self._tell_at > self.limit_s:
-                        self._tell(f"the batch came after {waited_s:.0f} s")
-                    yield item
-        finally:
-            self._ended.set()
-            thread.join()
-
-    def _look(self) -> None:
-        while not self._ended.wait(self.limit_s / 8):
-            since = self._since
-            waited_s = 0.0 if since is None else time.monotonic() - since
-            if waited_s >= self._tell_at:
-                self._tell_at *= 2
-                self._tell(
-                    f"no batch of images for {waited_s:.0f} s: the readers wait for the storage, or hang; the run goes on when "
-                    "one comes"
-                )
-
-    @staticmethod
-    def _tell(message: str) -> None:
-        tqdm.write(f"warning ({here()}): {message}", file=sys.stderr)

@@ -154,7 +154,7 @@ def test_a_loss_that_jumps_and_a_reader_that_stalls_are_told(
 
     told: list[str] = []
     monkeypatch.setattr("pretrain.loop.BatchLoader.__iter__", slow)
-    monkeypatch.setattr("training.health.STALL_S", 0.2)
+    monkeypatch.setattr("training.watch.STALL_S", 0.2)
     assert run_here(monkeypatch, tmp_path / "run", picture_shards, "--num_steps", "11") == 0
     assert f"warning (process 0 on {socket.gethostname()}): no batch of images for" in "".join(told)
     assert "warning: step 10: the loss jumped to" in capfd.readouterr().out

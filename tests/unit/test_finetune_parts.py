@@ -23,12 +23,12 @@ from data.shards import ShardSet
 from data.stream import BatchPlan, SampleOrder, SubsetOrder, sample_seeds
 from data.subsets import choose_per_class, without
 from data.transforms import Normalization
-from finetune.augment import RandAugment
+from finetune.augment import Mixing, RandAugment
 from finetune.config import AugmentConfig, DistillConfig, FinetuneConfig, LabelledDataConfig
 from finetune.distill import Teacher, distillation_loss, load_teacher
 from finetune.evaluate import EvaluationSet, Scores, describe_scores, draw_confusion, evaluate, write_scores
 from finetune.labelled import check_channels, check_class_names, open_training_data
-from finetune.loop import Mixing, seed_micro_step
+from finetune.loop import seed_micro_step
 from training.cli import UserError
 
 LABELS = np.array([0] * 40 + [2] * 10 + [5] * 3)
@@ -124,9 +124,9 @@ def test_rand_augment_says_what_it_cannot_do() -> None:
         RandAugment("fancy-m9", (8, 8), (0.5,) * 3)
 
 
-def config(**augment: object) -> FinetuneConfig:
+def augment_of(**augment: object) -> AugmentConfig:
     plain = {"rand_augment": "", "mixup": 0.0, "cutmix": 0.0, "erase_probability": 0.0, "label_smoothing": 0.0}
-    return FinetuneConfig(augment=AugmentConfig(**(plain | augment)))  # pyright: ignore[reportArgumentType]
+    return AugmentConfig(**(plain | augment))  # pyright: ignore[reportArgumentType]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def test_mixing_draws_from_the_step_alone() -> None:
-    mixing = Mixing(config(mixup=0.8, cutmix=1.0, erase_probability=0.5, label_smoothing=0.1), 4, torch.device("cpu"))
+    mixing = Mixing(augment_of(mixup=0.8, cutmix=1.0, erase_probability=0.5, label_smoothing=0.1), 4, torch.device("cpu"))
 
     def at(*place: int) -> Tensor:
         seed_micro_step(0, *place)
@@ -156,18 +156,18 @@ def test_label_smoothing_is_applied_once() -> None:
     logits = torch.tensor([[2.0, 0.0, -1.0, 0.5]])
     log_probabilities = F.log_softmax(logits, dim=1)[0]
     expected = -(0.9 * log_probabilities[1] + 0.1 * log_probabilities.mean())
-    plain = Mixing(config(label_smoothing=0.1), 4, torch.device("cpu"))
+    plain = Mixing(augment_of(label_smoothing=0.1), 4, torch.device("cpu"))
     images, targets = plain(torch.zeros(1, 3, 8, 8), torch.tensor([1]))
     torch.testing.assert_close(plain.loss(logits, targets), expected)
     assert not images.any()
-    mixed = Mixing(config(label_smoothing=0.1, mixup=1.0), 4, torch.device("cpu"))
+    mixed = Mixing(augment_of(label_smoothing=0.1, mixup=1.0), 4, torch.device("cpu"))
     _, soft = mixed(torch.zeros(2, 3, 8, 8), torch.tensor([1, 1]))  # equal labels: mixing changes nothing but the smoothing
     torch.testing.assert_close(mixed.loss(logits.expand(2, -1), soft), expected)
 
 
 def test_erasing_fills_with_noise() -> None:
     seed_micro_step(0, 0, 0, 0)
-    erased, _ = Mixing(config(erase_probability=1.0), 4, torch.device("cpu"))(
+    erased, _ = Mixing(augment_of(erase_probability=1.0), 4, torch.device("cpu"))(
         torch.zeros(32, 3, 16, 16), torch.zeros(32).long()
     )
     share = (erased != 0).float().mean().item()

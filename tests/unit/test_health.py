@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from data.loader import Batch
 from data.shards import ShardSet
 from models.mae import MaskedAutoencoder
-from training.health import MAX_SKIPPED_IN_A_ROW, Health, SpikeWatch, StallWatch, first_not_finite
+from training.diagnosis import first_not_finite
+from training.health import MAX_SKIPPED_IN_A_ROW, Health
 from training.meters import Meters
 from training.optim import LARS
 from training.parallel import Distributed
+from training.watch import SpikeWatch, StallWatch
 
 
 @pytest.fixture(autouse=True)
