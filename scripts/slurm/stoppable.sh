@@ -8,7 +8,10 @@
 # gives its processes 30 s and kills them. So the launcher ignores USR1, and this script, which does not, tells SIGTERM to the
 # training processes alone, the launcher's children (to those that have met USR1 already it is no second signal); when they are
 # done it ends the launcher, which might start them again.
-set -u
+#
+# Preemption, where the cluster does not send --signal's USR1 before it, is SIGTERM to every process of the step, this script
+# too. When it ends, SLURM kills what is left of the step: so it stays until all that the launcher started has ended.
+set -um # -m: the launcher has a process group of its own
 
 (trap '' USR1 && exec "$@") &
 launcher=$!
@@ -25,6 +28,7 @@ stop() {
     kill -TERM "$launcher" 2>/dev/null
 }
 trap stop USR1
+trap : TERM
 
 wait "$launcher"
 status=$?
@@ -32,4 +36,5 @@ while kill -0 "$launcher" 2>/dev/null; do # a signal ends the waiting, not the l
     wait "$launcher"
     status=$?
 done
+while kill -0 -- "-$launcher" 2>/dev/null; do sleep 0.1; done # the launcher may have ended before its processes
 exit "$status"

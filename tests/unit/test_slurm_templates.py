@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.test_many_machines import descendants
 from training.checkpoint import checkpoint_path
 
 TEMPLATES = Path("scripts/slurm")
@@ -21,6 +22,7 @@ SBATCH = sorted(path.name for path in TEMPLATES.glob("*.sbatch"))
 
 SRUN = """
 import os, signal, subprocess, sys
+from pathlib import Path
 arguments = sys.argv[1:]
 while arguments[0].startswith("-"):
     arguments.pop(0)
@@ -30,17 +32,31 @@ nodes = [
     for number in range(int(os.environ["SLURM_JOB_NUM_NODES"]))
 ]
 
-def tell(number, _frame):  # every process of every node, as slurmstepd does
+def tell(number, node):  # every process of a node, as slurmstepd does: here they share a session
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            session = int(path.read_text().rsplit(")", 1)[1].split()[3])
+            if session == node.pid:
+                os.kill(int(path.parent.name), number)
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it has just ended
+
+def tell_all(number, _frame):
     for node in nodes:
-        os.killpg(node.pid, number)
+        tell({signal.SIGUSR2: signal.SIGTERM}.get(number, number), node)
 
 def end(*_):
-    tell(signal.SIGKILL, None)
+    tell_all(signal.SIGKILL, None)
 
-signal.signal(signal.SIGUSR1, tell)
+signal.signal(signal.SIGUSR1, tell_all)
+signal.signal(signal.SIGUSR2, tell_all)  # this test's word for preemption, of which srun itself is not told
 signal.signal(signal.SIGTERM, end)
 print("srun is ready", flush=True)
-sys.exit(max(abs(node.wait()) for node in nodes))
+statuses = []
+for node in nodes:
+    statuses.append(abs(node.wait()))
+    tell(signal.SIGKILL, node)  # what a task leaves behind
+sys.exit(max(statuses))
 """
 
 SCONTROL = """
@@ -227,6 +243,30 @@ def test_usr1_stops_the_training_and_queues_the_job_again(cluster: dict[str, str
     assert "starting again" not in text
     assert status == 0
     assert text.endswith("requeued 1234567\n"), text
+
+
+@pytest.mark.parametrize("name", SBATCH)
+def test_sigterm_to_all_processes_lets_the_training_save_though_the_launcher_ends_of_it(
+    cluster: dict[str, str], name: str
+) -> None:
+    """As when a job is preempted without USR1; what is left of a step is killed when its first process ends."""
+    num_nodes = 1 if name.startswith("one") else 2
+    cluster["SLURM_JOB_NUM_NODES"] = str(num_nodes)
+    for launcher in ("accelerate", "torchrun"):
+        program(Path(cluster["SHIMS"]), launcher, STUBBORN)
+    job = submit(name, cluster)
+    assert job.stdout is not None
+    printed = ""
+    while printed.count("training") < 2 * num_nodes:
+        line = job.stdout.readline()
+        assert line, printed
+        printed += line
+    (srun,) = (pid for pid in descendants(job.pid) if b"/srun" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    os.kill(srun, signal.SIGUSR2)
+    status, text = finish(job)
+    assert text.count("saved") == 2 * num_nodes, text
+    assert status != 0
+    assert "requeued" not in text  # by SLURM itself, where its preemption means that
 
 
 TINY_RUN = (
