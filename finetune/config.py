@@ -6,6 +6,7 @@ from typing import Literal
 
 from data.config import DataConfig
 from models.heads import ClassifierConfig
+from training.batches import check_global_batch
 from training.optim import OptimConfig
 from training.run import RunConfig
 
@@ -182,6 +183,10 @@ class FinetuneConfig:
     """Length of the run in passes over the training images, above 0."""
     num_steps: int | None = None
     """Length of the run in optimizer steps, in place of epochs, at least 1."""
+    global_batch_size: int | None = None
+    """Images of one optimizer step over all processes, at least 1; then their number changes neither schedule nor images. A
+    process takes at most data.batch_size_per_process images at once, and optim.accum_steps is worked out. None:
+    batch_size_per_process x processes x accum_steps."""
     eval_every_epochs: float = 1.0
     """Passes over the training images between two measurements, above 0; there is one at the end in any case."""
     ema_decay: float | None = None
@@ -205,6 +210,7 @@ class FinetuneConfig:
             raise ValueError(f"epochs must be above 0 and finite, not {self.epochs}")
         if self.num_steps is not None and self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
+        check_global_batch(self.global_batch_size, self.optim.accum_steps)
         if not 0 < self.eval_every_epochs < math.inf:
             raise ValueError(f"eval_every_epochs must be above 0 and finite, not {self.eval_every_epochs}")
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:

@@ -31,6 +31,7 @@ from finetune.report import best_top1, describe_run, export_classifier, finish_r
 from models.attention import choose_attention
 from models.formats import PretrainedEncoder, load_encoder
 from models.heads import Classifier, build_classifier
+from training.batches import plan_batches
 from training.cli import UserError
 from training.faults import FaultLog
 from training.features import weights_hash
@@ -139,9 +140,9 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     if config.augment.rand_augment:  # its mistakes belong here, not into a reader process
         RandAugment(config.augment.rand_augment, img_size, normalization.mean)
 
-    plan = BatchPlan(
-        config.data.batch_size_per_process, config.optim.accum_steps, accelerator.num_processes, accelerator.process_index,
-        config.data.views_per_image,
+    plan = plan_batches(
+        config.global_batch_size, config.data, config.optim.accum_steps, accelerator.num_processes, accelerator.process_index,
+        in_pairs=config.augment.mixes,
     )  # fmt: skip
     horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(data.rows), plan.global_batch_size)
     classifier.to(accelerator.device)
@@ -317,7 +318,7 @@ def train_step(
     Returns:
         (B, C, H, W) normalised: the last micro-batch as the model saw it.
     """
-    accum_steps = run.config.optim.accum_steps
+    accum_steps = run.plan.accum_steps
     images = torch.empty(0)
     for micro_step in range(accum_steps):
         batch = next(batches)

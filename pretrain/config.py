@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from data.config import DataConfig
-from data.stream import BatchPlan
 from models.mae import MAEConfig
-from training.cli import UserError
+from training.batches import check_global_batch
 from training.knn import ProbeConfig
 from training.optim import OptimConfig
 from training.run import RunConfig
@@ -91,39 +90,7 @@ class PretrainConfig:
             raise ValueError("output_dir is empty: name a folder")
         if self.num_steps is not None and self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
-        if self.global_batch_size is not None and self.global_batch_size < 1:
-            raise ValueError(f"global_batch_size must be at least 1, not {self.global_batch_size}")
-        if self.global_batch_size is not None and self.optim.accum_steps != 1:
-            raise ValueError("global_batch_size determines optim.accum_steps: give one of the two")
-
-
-def batch_plan(config: PretrainConfig, num_processes: int, process_index: int) -> BatchPlan:
-    """Cuts the global batch into micro-batches for the processes at hand.
-
-    With `global_batch_size` there are as few of them as data.batch_size_per_process allows, all of one size.
-
-    Args:
-        config: of the run.
-        num_processes: of the run, at least 1.
-        process_index: number of this process.
-
-    Raises:
-        UserError: the global batch cannot be shared evenly.
-    """
-    limit, views, total = config.data.batch_size_per_process, config.data.views_per_image, config.global_batch_size
-    if total is None:
-        return BatchPlan(limit, config.optim.accum_steps, num_processes, process_index, views)
-    share, rest = divmod(total, num_processes * views)
-    if rest:
-        below, above = (count * num_processes * views for count in (share, share + 1))
-        of_views = f", each taking all {views} views of an image" if views > 1 else ""
-        raise UserError(
-            f"global_batch_size {total} cannot be shared evenly by {num_processes} processes{of_views}: start a number of "
-            f"processes that divides it, or give {f'{below} or ' if below else ''}{above}"
-        )
-    images = limit // views  # at once, each with all its views
-    accum_steps = next(count for count in range(-(-share // images), share + 1) if share % count == 0)
-    return BatchPlan(share // accum_steps * views, accum_steps, num_processes, process_index, views)
+        check_global_batch(self.global_batch_size, self.optim.accum_steps)
 
 
 def with_default_data(argv: Sequence[str]) -> list[str]:

@@ -20,9 +20,10 @@ from data.stream import BatchPlan, Order
 from data.transforms import Normalization
 from models.mae import MAEOutput, MaskedAutoencoder, build_mae
 from models.masking import seeded_noise
-from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, PretrainConfig, batch_plan
+from pretrain.config import CHANGES_THE_RUN, MAY_CHANGE_ON_RESUME, PretrainConfig
 from pretrain.pictures import reconstruction_sheet, reconstruction_triples, sheet_note
 from pretrain.report import describe_run, export_encoder, next_commands
+from training.batches import plan_batches
 from training.checkpoint import replacing
 from training.cli import UserError
 from training.faults import FaultLog
@@ -102,7 +103,9 @@ def set_up(config: PretrainConfig) -> Pretraining:
     shards = open_training_shards(config.data)
     order = build_order(shards, config.data, config.run.seed)
     normalization = choose_normalization(config.data, shards, config.model.in_chans)
-    plan = batch_plan(config, accelerator.num_processes, accelerator.process_index)
+    plan = plan_batches(
+        config.global_batch_size, config.data, config.optim.accum_steps, accelerator.num_processes, accelerator.process_index,
+    )  # fmt: skip
     horizon = plan_horizon(config.epochs, config.num_steps, config.optim.warmup_epochs, len(shards), plan.global_batch_size)
     preview = preview_images(shards, config.model.img_size, config.model.in_chans, NUM_PREVIEW_IMAGES, config.data.max_pixels)
     probe = None

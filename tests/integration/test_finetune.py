@@ -183,7 +183,7 @@ def test_two_processes_train_as_one(encoder: str, tmp_path: Path, monkeypatch: p
     one, two = tmp_path / "one", tmp_path / "two"
     flags = ["--encoder", encoder, *RUN, *PLAIN, "--num_steps", "4"]
     assert finetune(monkeypatch, "--output_dir", str(one), *flags) == 0
-    launched(2, "--output_dir", str(two), *flags, "--data.batch_size_per_process", "16")
+    launched(2, "--output_dir", str(two), *flags, "--data.batch_size_per_process", "8", "--global_batch_size", "32")
     for step, loss in losses(one).items():
         assert losses(two)[step] == pytest.approx(loss, abs=1e-5), step
     assert (one / "confusion.csv").read_text() == (two / "confusion.csv").read_text()

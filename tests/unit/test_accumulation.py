@@ -13,9 +13,10 @@ from data.faults import Fault
 from data.loader import BatchLoader
 from data.shards import ShardSet
 from data.stream import BatchPlan
-from pretrain.config import PretrainConfig, batch_plan
+from pretrain.config import PretrainConfig
 from pretrain.loop import set_up, train_step
 from tests.conftest import TINY
+from training.batches import plan_batches
 from training.cli import UserError
 from training.meters import Meters
 from training.optim import OptimConfig
@@ -25,6 +26,10 @@ from training.run import RunConfig, build_accelerator
 def config_of(total: int | None, limit: int, views: int = 1, accum_steps: int = 1) -> PretrainConfig:
     data = DataConfig(batch_size_per_process=limit, views_per_image=views)
     return PretrainConfig(global_batch_size=total, data=data, optim=OptimConfig(accum_steps=accum_steps))
+
+
+def plan_of(config: PretrainConfig, num_processes: int, in_pairs: bool = False) -> BatchPlan:
+    return plan_batches(config.global_batch_size, config.data, config.optim.accum_steps, num_processes, 0, in_pairs)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,7 @@ def config_of(total: int | None, limit: int, views: int = 1, accum_steps: int = 
 def test_a_global_batch_is_cut_for_the_processes_at_hand(
     config: PretrainConfig, num_processes: int, expected: tuple[int, int]
 ) -> None:
-    plan = batch_plan(config, num_processes, 0)
+    plan = plan_of(config, num_processes)
     assert (plan.batch_size_per_process, plan.accum_steps) == expected
     assert plan.batch_size_per_process <= config.data.batch_size_per_process
     if config.global_batch_size is not None:
@@ -53,15 +58,22 @@ def test_a_global_batch_is_cut_for_the_processes_at_hand(
 
 def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(UserError, match=r"4096 cannot be shared evenly by 56 processes: .* give 4088 or 4144"):
-        batch_plan(config_of(4096, 64), 56, 0)
+        plan_of(config_of(4096, 64), 56)
     with pytest.raises(UserError, match=r"4 cannot be shared evenly by 8 processes: .* give 8"):
-        batch_plan(config_of(4, 64), 8, 0)
+        plan_of(config_of(4, 64), 8)
     with pytest.raises(UserError, match=r"36 cannot be .* by 2 processes, each taking all 4 views of an image: .* 32 or 40"):
-        batch_plan(config_of(36, 8, views=4), 2, 0)
+        plan_of(config_of(36, 8, views=4), 2)
+    with pytest.raises(UserError, match=r"50 cannot be .* by 2 processes, each mixing pairs of images: .* 48 or 52"):
+        plan_of(config_of(50, 64), 2, in_pairs=True)
     with pytest.raises(ValueError, match="give one of the two"):
         config_of(64, 16, accum_steps=2)
     with pytest.raises(ValueError, match="global_batch_size must be at least 1"):
         config_of(0, 16)
+
+
+def test_pairs_of_images_are_not_cut_apart() -> None:
+    plans = [plan_of(config_of(36, 10), 1, in_pairs) for in_pairs in (False, True)]
+    assert [(plan.batch_size_per_process, plan.accum_steps) for plan in plans] == [(9, 4), (6, 6)]
 
 
 @pytest.fixture(autouse=True)
