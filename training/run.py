@@ -324,7 +324,9 @@ class StopRequest:
 
     @staticmethod
     def _tell(message: str) -> None:
-        os.write(2, f"\n{message}\n".encode())  # the main thread may hold the lock of sys.stderr
+        # Where nobody reads it any more (a closed terminal, `| tee` that is gone), this thread still has signals to hear.
+        with contextlib.suppress(OSError):
+            os.write(2, f"\n{message}\n".encode())  # the main thread may hold the lock of sys.stderr
 
     def _end_at_once(self, number: int) -> None:
         where = f" ({here()})" if self._group is not None else ""

@@ -180,6 +180,29 @@ def test_a_signal_is_noted_and_handlers_are_given_back(number: signal.Signals) -
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_second_ctrl_c_ends_at_once_though_nobody_reads_what_it_says() -> None:
+    program = (
+        "import time; from training.run import StopRequest\n"
+        "with StopRequest():\n"
+        "    print('listens', flush=True)\n"
+        "    while True: time.sleep(0.1)"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=writer, text=True)
+    os.close(writer)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listens\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)  # two at once are one
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_bfloat16_is_chosen_only_where_it_is_native(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     assert native_bfloat16("cpu")
