@@ -246,8 +246,9 @@ def save_config(folder: Path, config: Any) -> None:
 
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM)
-_WARNINGS = (signal.SIGUSR1,) if hasattr(signal, "SIGUSR1") else ()
-"""What SLURM's --signal=USR1@SECONDS sends before the time is over; Windows knows no such signal."""
+_WARNINGS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGHUP") if hasattr(signal, name))
+"""What SLURM's --signal=USR1@SECONDS sends before the time is over, and what comes when a terminal or its ssh connection is
+closed; Windows knows neither."""
 _TWIN_S = 0.5
 """Two requests within this time are one: a launcher passes on what the terminal has sent to the whole group already."""
 
@@ -265,11 +266,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 class StopRequest:
-    """Notes Ctrl-C, SIGTERM and SIGUSR1, so that the loop can finish its step and save.
+    """Notes Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can finish its step and save.
 
     A second Ctrl-C or SIGTERM ends the program at once: a thread hears it, for in the middle of a step, or while it waits for
-    another process, Python itself calls no handler. SIGUSR1 is a warning and never the second: a SIGTERM that follows it is
-    the first. The exit status is 128 + the signal's number in either case: 130, 143, and 138 for SIGUSR1.
+    another process, Python itself calls no handler. SIGUSR1 and SIGHUP are warnings and never the second: a SIGTERM that
+    follows them is the first. The exit status is 128 + the signal's number in either case: 130, 143, 138 for SIGUSR1, 129 for
+    SIGHUP. A program that was started to ignore SIGHUP (nohup) goes on ignoring it.
 
     Args:
         timeout: limit of the collective in `agreed`; None: that of Gloo, 30 minutes.
@@ -286,7 +288,9 @@ class StopRequest:
         global _listening
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
-        self._previous = {number: signal.signal(number, self._note) for number in (*_REQUESTS, *_WARNINGS)}
+        ignored = {number for number in _WARNINGS if number.name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN}
+        numbers = [number for number in (*_REQUESTS, *_WARNINGS) if number not in ignored]
+        self._previous = {number: signal.signal(number, self._note) for number in numbers}
         self._previous_wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         _listening = True
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)

@@ -1,4 +1,5 @@
-"""Signals that reach a launcher, and not its processes; a second one in the middle of a write; output that nobody reads."""
+"""Signals that reach a launcher, and not its processes; a second one in the middle of a write; output that nobody reads; a
+terminal that is closed."""
 
 import json
 import os
@@ -247,4 +248,63 @@ def test_a_run_whose_output_nobody_reads_goes_on_and_saves(tmp_path: Path, how: 
         kill_all([process.pid, *below])
         process.wait()
     assert status.read_text() == f"{128 + signal.SIGINT}\n"
+    assert checkpoint_path(output / "checkpoints", steps(output)[-1]).exists()
+
+
+# --------------------------------------------------------------------------------------------------- a terminal that is closed
+
+TERMINAL = """
+import os, pty, sys, threading
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execvp(sys.argv[1], sys.argv[1:])
+def show():
+    while text := os.read(terminal, 1000):
+        os.write(1, text)
+threading.Thread(target=show, daemon=True).start()
+sys.stdin.read()
+os.dup2(os.open(os.devnull, os.O_RDONLY), terminal)
+print("status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+"""Runs a command in a terminal of its own, which it closes at the end of its input."""
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["python", "nohup python"])
+def test_a_run_whose_terminal_is_closed_saves_and_ends_unless_it_was_told_to_go_on(tmp_path: Path, goes_on: bool) -> None:
+    output, printed = tmp_path / "run", tmp_path / "printed.txt"
+    nohup = ("nohup",) if goes_on else ()
+    run = command(
+        output, *FOREVER, "--data.num_workers", "2", launcher=(*nohup, sys.executable), program=str(ROOT / "pretrain/main.py")
+    )
+    with printed.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", TERMINAL, *run],
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=file,
+            cwd=tmp_path,
+        )
+    below: list[int] = []
+    try:
+        wait_until("step 3", lambda: len(steps(output)) >= 3, process)
+        below = descendants(process.pid)
+        (leader,) = (pid for pid in below if os.getsid(pid) == pid)
+        assert len(below) == 3  # the readers are in the terminal's group too
+        assert process.stdin is not None
+        process.stdin.close()
+        time.sleep(0.5)
+        if is_alive(leader):
+            os.killpg(leader, signal.SIGHUP)  # a shell sends it once more, to all of the group
+        if goes_on:
+            so_far = len(steps(output))
+            wait_until("ten steps more", lambda: len(steps(output)) >= so_far + 10, process)
+            os.kill(leader, signal.SIGINT)
+        process.wait(60)
+        wait_for_end(below)
+    finally:
+        kill_all([process.pid, *below])
+        process.wait()
+    status = 128 + (signal.SIGINT if goes_on else signal.SIGHUP)
+    assert printed.read_text(encoding="utf-8", errors="replace").endswith(f"status {status}\n")
     assert checkpoint_path(output / "checkpoints", steps(output)[-1]).exists()

@@ -171,13 +171,25 @@ def test_metrics_after_the_last_checkpoint_are_dropped_on_resume(tmp_path: Path)
     assert json.loads(path.read_text().splitlines()[-1])["loss"] == 5.0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_is_noted_and_handlers_are_given_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
     with StopRequest() as stop:
         assert (stop.signal, stop.exit_status) == (None, 0)
         os.kill(os.getpid(), number)
         assert (stop.signal, stop.exit_status) == (number, 128 + number)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(number) == before
+
+
+def test_a_closed_terminal_is_no_concern_of_a_program_that_ignores_it() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert (stop.signal, stop.exit_status) == (None, 0)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_ends_at_once_though_nobody_reads_what_it_says() -> None:
