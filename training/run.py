@@ -151,7 +151,7 @@ def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"]
         raise UserError(f"output_dir {folder} is a file: choose another --output_dir")
     saved = folder / "config.yaml"
     if not saved.exists():
-        if folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+        if folder.exists() and not all(map(_is_leftover, folder.iterdir())):
             raise UserError(f"output_dir {folder} holds other files: choose a new or empty folder with --output_dir")
         return
     if resume == "never":
@@ -166,6 +166,11 @@ def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"]
             f"output_dir {folder} holds a run of another config ({changes}): continue it as it was "
             f"(--config {saved} --resume auto), or choose another --output_dir"
         )
+
+
+def _is_leftover(path: Path) -> bool:
+    """Says whether a file is what a program leaves that was killed before its run was noted in its folder."""
+    return path.name == ".lock" or (path.name.startswith(".") and path.name.endswith(".tmp"))  # see `replacing`
 
 
 def changed_settings(folder: Path, config: Any) -> dict[str, str]:

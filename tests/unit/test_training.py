@@ -156,6 +156,23 @@ def test_foreign_folders_and_files_are_refused(tmp_path: Path) -> None:
         check_run_folder(tmp_path / "thesis.txt", PretrainConfig(), "never", ())
 
 
+def test_a_kill_before_the_config_was_written_leaves_the_folder_usable(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run")
+    program = (
+        "import os, sys; from pathlib import Path; from training.checkpoint import replacing\n"
+        "with replacing(Path(sys.argv[1])) as temporary: temporary.write_text('output'); os._exit(9)"
+    )
+    (tmp_path / "run").mkdir()
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run" / "config.yaml")], check=False)
+    assert killed.returncode == 9
+    assert len(list((tmp_path / "run").iterdir())) == 1
+    for resume in ("never", "auto"):
+        check_run_folder(tmp_path / "run", config, resume, ())
+    (tmp_path / "run" / "thesis.tmp").touch()
+    with pytest.raises(UserError, match="holds other files"):
+        check_run_folder(tmp_path / "run", config, "auto", ())
+
+
 def test_metrics_after_the_last_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path, 0)
