@@ -1,6 +1,7 @@
 """One run: its processes, its folder, its signals, its logs."""
 
 import contextlib
+import errno
 import math
 import multiprocessing
 import os
@@ -186,14 +187,20 @@ def changed_settings(folder: Path, config: Any) -> dict[str, str]:
     return {key: f"{key} {old.get(key)} -> {value}" for key, value in new.items() if value != old.get(key)}
 
 
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+
+
 def lock_run_folder(folder: Path) -> IO[str]:
     """Keeps a second program from writing to the same run folder; makes the folder if it is absent.
+
+    Warns where its storage has no locks: some network file systems have none.
 
     Returns:
         The open lock file. Closing it gives the lock back; so does the end of the process, however it ends.
 
     Raises:
         UserError: another program has the lock.
+        OSError: the folder cannot be made or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / ".lock").open("w")
@@ -205,6 +212,14 @@ def lock_run_folder(folder: Path) -> IO[str]:
         raise UserError(
             f"output_dir {folder} is in use by another program: wait for its end, or choose another --output_dir"
         ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            file.close()
+            raise
+        tqdm.write(
+            f"warning: the storage of output_dir {folder} has no locks ({error.strerror}): nothing keeps a second program from "
+            "writing to it at the same time"
+        )
     if hasattr(os, "register_at_fork"):  # reader processes would hold the lock for seconds after this process was killed
         os.register_at_fork(after_in_child=file.close)
     return file

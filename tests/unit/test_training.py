@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -265,3 +266,21 @@ def test_a_run_folder_in_use_is_locked(tmp_path: Path) -> None:
         pass
     lock_run_folder(tmp_path).close()  # nor one that has ended its run
     check_run_folder(tmp_path, PretrainConfig(), "never", ())  # nor does the file count as somebody's
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_storage_without_locks_is_told_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("training.run.fcntl.flock", flock)
+    if number == errno.EIO:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            lock_run_folder(tmp_path)
+        return
+    with lock_run_folder(tmp_path):
+        pass
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"warning: the storage of output_dir {tmp_path} has no locks ({os.strerror(number)}): nothing keeps")
