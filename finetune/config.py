@@ -38,8 +38,8 @@ MAY_CHANGE_ON_RESUME = (
 )
 """Settings that may differ when a run is continued: none changes what is learnt."""
 
-CHANGES_THE_RUN = ("optim.base_lr", "optim.clip_grad_norm", "run.dtype")
-"""Settings that may be changed too, to save a run that has become unstable; it then says so."""
+CHANGES_THE_RUN = ("optim.base_lr", "optim.clip_grad_norm", "run.dtype", "epochs", "num_steps")
+"""Settings that may be changed too, to save a run that has become unstable or to train longer; it then says so."""
 
 
 @dataclass(frozen=True)

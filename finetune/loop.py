@@ -96,7 +96,8 @@ class Finetuning:
         mixing = Mixing(self.config.augment, self.num_classes, self.accelerator.device)
         self.health = Health(
             self.accelerator, self.folder, self.distributed, self.start_step, self.data.train,
-            lambda step: build_loader(self, step, step + 1), lambda model, *at: compute_loss(self, model, mixing, *at)[0],
+            lambda step: build_loader(self, step, step + 1), self.saver.set_suspects_aside,
+            lambda model, *at: compute_loss(self, model, mixing, *at)[0],
         )  # fmt: skip
 
     @property
@@ -160,7 +161,9 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_for_run(folder, accelerator))  # before checkpoints are read: damaged ones are set aside
         if config.resume == "auto":
-            checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, MUST_AGREE, classifier, optimizer, accelerator)
+            checkpoint = resume(
+                folder / "checkpoints", now, horizon.num_steps, CHANGES_THE_RUN, MUST_AGREE, classifier, optimizer, accelerator
+            )
             if checkpoint is not None:
                 start_step, resumed_from = checkpoint.step, checkpoint.path
                 if ema is not None:
@@ -397,9 +400,9 @@ def measure(run: Finetuning, log: RunLog, step: int) -> Scores:
 
 def save(run: Finetuning, step: int) -> None:
     """Saves a checkpoint; ends all processes where the weights are not worth one."""
-    run.health.require_sound_weights(step)
+    is_sound = run.health.require_sound_weights(step)
     extra = {} if run.ema is None else {EMA_PREFIX + name: tensor for name, tensor in run.ema.module.state_dict().items()}
-    run.saver.save(step, run.identity, run.classifier, run.distributed.optimizer, extra)
+    run.saver.save(step, run.identity, run.classifier, run.distributed.optimizer, extra, is_sound)
 
 
 def finish(run: Finetuning, scores: Scores | None) -> None:

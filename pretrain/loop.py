@@ -76,7 +76,8 @@ class Pretraining:
     def __post_init__(self) -> None:
         self.health = Health(
             self.accelerator, self.folder, self.distributed, self.start_step, self.shards,
-            lambda step: build_loader(self, step, step + 1), lambda model, batch, *_: compute_output(self, model, batch).loss,
+            lambda step: build_loader(self, step, step + 1), self.saver.set_suspects_aside,
+            lambda model, batch, *_: compute_output(self, model, batch).loss,
         )  # fmt: skip
 
     @property
@@ -122,7 +123,9 @@ def set_up(config: PretrainConfig) -> Pretraining:
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_for_run(folder, accelerator))  # before checkpoints are read: damaged ones are set aside
         if config.resume == "auto":
-            checkpoint = resume(folder / "checkpoints", now, CHANGES_THE_RUN, {}, model, optimizer, accelerator)
+            checkpoint = resume(
+                folder / "checkpoints", now, horizon.num_steps, CHANGES_THE_RUN, {}, model, optimizer, accelerator
+            )
             if checkpoint is not None:
                 start_step, resumed_from = checkpoint.step, checkpoint.path
         lock = stack.pop_all()
@@ -207,14 +210,15 @@ def train(run: Pretraining) -> int:
             saves = run.saver.is_due(step, by_clock, has_failed) or stopped or step == horizon.num_steps
             if saves or step % config.run.log_every_steps == 0:
                 write_log(run, log, step, lr, meters)
+            if saves:
+                save(run, step)
+            # Saved before anything is shown or measured: an image that cannot be read costs no training.
             pictures = config.run.picture_every_steps
             is_due = step == horizon.num_steps or (pictures and step % pictures == 0)
             if is_due:
                 show_restored(run, log, step)
             if not stopped:  # whoever stops a run may not wait long for it to save
                 measure(run, log, step)
-            if saves:
-                save(run, step)
     if step == horizon.num_steps:
         finish(run)
         return 0
@@ -299,9 +303,9 @@ def preview_sheet(run: Pretraining, model: MaskedAutoencoder, step: int) -> Imag
 
 def save(run: Pretraining, step: int) -> None:
     """Saves a checkpoint; ends all processes where the weights are not worth one."""
-    run.health.require_sound_weights(step)
+    is_sound = run.health.require_sound_weights(step)
     record = identity(run.config, run.shards.manifest.hash, run.plan.global_batch_size, run.accelerator)
-    run.saver.save(step, record, run.model, run.distributed.optimizer)
+    run.saver.save(step, record, run.model, run.distributed.optimizer, is_sound=is_sound)
 
 
 def finish(run: Pretraining) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints: one safetensors file each, written whole or not at all, verified when read.
 
 A file `step_00000300.safetensors` holds `model/<parameter>`, `optimizer/<parameter>/<entry>` and, in its header, a JSON record
-with the format's version, the step, the config and a hash over all tensors. Nothing in it depends on the number of processes.
+with the format's version, the step, the config, a hash over all tensors, and whether the run was sound. Nothing in it depends
+on the number of processes.
 A file `step_00000300.milestone.safetensors` is the same, and is never deleted. When they are written: `training/saving.py`.
 """
 
@@ -44,6 +45,8 @@ class Checkpoint:
     config: dict[str, Any]
     """The run's config by dotted names."""
     tensors: dict[str, Tensor]
+    is_sound: bool
+    """False where the run was sick when it was saved."""
 
     def part(self, prefix: str) -> dict[str, Tensor]:
         """The tensors under a prefix, by their names without it."""
@@ -69,7 +72,7 @@ def training_tensors(
     return tensors | optimizer_tensors(model, optimizer) | dict(extra or {})
 
 
-def write_checkpoint(path: Path, step: int, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def write_checkpoint(path: Path, step: int, config: dict[str, Any], tensors: dict[str, Tensor], is_sound: bool = True) -> None:
     """Writes a checkpoint whole or not at all.
 
     The file is written under another name, flushed to the disk and renamed: a crash leaves the older checkpoints alone. What
@@ -80,11 +83,12 @@ def write_checkpoint(path: Path, step: int, config: dict[str, Any], tensors: dic
         step: optimizer steps done.
         config: the run's identity by dotted names.
         tensors: in the CPU's memory and contiguous; nobody changes them until they are written.
+        is_sound: False where the run is sick, see `Health`.
 
     Raises:
         UserError: the file cannot be written (full disk, no permission); nothing is left of it.
     """
-    record = {"version": FORMAT_VERSION, "step": step, "config": config, "hash": _hash(tensors)}
+    record = {"version": FORMAT_VERSION, "step": step, "config": config, "hash": _hash(tensors), "is_sound": is_sound}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob(f".{_PATTERN}.*.tmp"):
@@ -122,21 +126,24 @@ def _flush_names(folder: Path) -> None:
         os.close(descriptor)
 
 
-def prune_checkpoints(folder: Path, newest: Path, keep: int) -> None:
+def prune_checkpoints(folder: Path, newest: Path, keep: int, spared: Path | None = None) -> None:
     """Deletes checkpoints older than the newest `keep`.
 
     Milestones are neither deleted nor counted, nor is a checkpoint later than `newest` touched.
 
     Args:
         folder: of the checkpoints.
-        newest: the one that was just written, and is in its place.
+        newest: the one that was just written, and is in its place; or the one to be written next.
         keep: how many stay, at least 1.
+        spared: stays however old it is; None: no such one.
 
     Raises:
         UserError: one cannot be deleted.
     """
     older = sorted(path for path in folder.glob(_PATTERN) if path.name <= newest.name and not path.name.endswith(_MILESTONE))
     for path in older[:-keep]:
+        if path == spared:
+            continue
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -191,7 +198,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: cannot be read ({error})") from error
     if record.get("hash") != _hash(tensors):
         raise DamagedCheckpointError(f"{path}: is damaged, its content does not match its hash")
-    return Checkpoint(path, record["step"], record["config"], tensors)
+    return Checkpoint(path, record["step"], record["config"], tensors, record.get("is_sound", True))
 
 
 def _record(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
@@ -230,6 +237,35 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, dict[Path, str]]
     if complaints:
         raise UserError(f"no valid checkpoint in {folder}: {'; '.join(complaints.values())}")
     return None, {}
+
+
+def newest_sound(folder: Path) -> Path | None:
+    """The newest checkpoint that a sound run has saved, by what its header says; None where there is none."""
+    for path in sorted(folder.glob(_PATTERN), reverse=True):
+        try:
+            with safe_open(path, framework="pt") as file:
+                record = _record(path, file.metadata())
+        except (SafetensorError, OSError, UserError):  # whoever reads it will tell
+            continue
+        if record.get("is_sound", True):
+            return path
+    return None
+
+
+def set_suspects_aside(folder: Path) -> tuple[Path | None, int]:
+    """Renames the checkpoints after the newest sound one, so that a run is continued from there: "step_7.suspect".
+
+    Returns:
+        The newest sound one, None where there is none; and how many were renamed.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    sound = newest_sound(folder)
+    suspects = [path for path in folder.glob(_PATTERN) if sound is None or path.name > sound.name]
+    for path in suspects:
+        path.rename(path.with_suffix(".suspect"))
+    return sound, len(suspects)
 
 
 def _require_same_model(checkpoint: Checkpoint, model: nn.Module) -> None:

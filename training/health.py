@@ -30,6 +30,8 @@ from training.watch import SpikeWatch
 
 MAX_SKIPPED_IN_A_ROW = 10
 """So many skipped steps in a row end a run."""
+MAX_SKIPPED_SHARE = 0.1
+"""Of the steps between two checkpoints; above it the second is not trusted."""
 
 _APPLIED = "applied"
 
@@ -49,7 +51,9 @@ class Health:
     skipped steps in a row on the CPU, and after at most twice as many on a GPU.
 
     Before a checkpoint is saved, the new weights must be finite, and must give a finite loss on images which the old ones
-    gave one for: one forward pass of a micro-batch.
+    gave one for: one forward pass of a micro-batch. That does not make them good ones: a checkpoint is a suspect where more
+    than MAX_SKIPPED_SHARE of the steps since the last one were skipped, or while the loss is above what it was (`SpikeWatch`).
+    When the run ends, suspects are set aside, and it is continued from the newest checkpoint that is none.
 
     Args:
         accelerator: of the run.
@@ -58,6 +62,7 @@ class Health:
         start_step: optimizer steps done before.
         shards: what is trained on.
         batches_of: reads this process's micro-batches of a step again; steps count from 0.
+        set_suspects_aside: of the run's `Saver`.
         loss_of: computes the loss of a model without any wrapper on a micro-batch, by its step and number therein.
     """
 
@@ -69,6 +74,7 @@ class Health:
         start_step: int,
         shards: ShardSet,
         batches_of: Callable[[int], Iterable[Batch]],
+        set_suspects_aside: Callable[[], tuple[Path | None, int]],
         loss_of: Callable[[nn.Module, Batch, int, int], Tensor],
     ) -> None:
         self.accelerator = accelerator
@@ -78,6 +84,7 @@ class Health:
         self.optimizer = optimizer = distributed.optimizer
         self.shards = shards
         self.batches_of = batches_of
+        self.set_suspects_aside = set_suspects_aside
         self.loss_of = loss_of
         self.in_a_row = 0
         """Skipped steps since the last one that counted; as the host last saw it, the same on all processes."""
@@ -92,7 +99,8 @@ class Health:
         self._last: dict[str, Tensor] = {}
         self._batch: Batch | None = None
         self._sound_batch: Batch | None = None
-        self._sound_step = start_step
+        self._start_step = self._saved_step = start_step
+        self._skipped_when_saved = 0
         self._warn_at = 1
         self._spikes = SpikeWatch()
 
@@ -147,7 +155,7 @@ class Health:
         Args:
             last: the newest values of metrics.jsonl.
         """
-        self._counts[1] = self.skipped = int(last.get("skipped_steps", 0))
+        self._counts[1] = self.skipped = self._skipped_when_saved = int(last.get("skipped_steps", 0))
         self._warn_at = self.skipped + 1
 
     def entries(self, step: int, loss: float | None) -> dict[str, float]:
@@ -177,11 +185,14 @@ class Health:
         if self.in_a_row >= MAX_SKIPPED_IN_A_ROW:
             self._end_run(step, f"the last {self.in_a_row} steps were skipped: loss or gradient norm is not finite")
 
-    def require_sound_weights(self, step: int) -> None:
+    def require_sound_weights(self, step: int) -> bool:
         """Makes sure that the weights are worth a checkpoint; all processes must call it at the same step.
 
         Args:
             step: optimizer steps done.
+
+        Returns:
+            Whether the run is sound; else the checkpoint is a suspect.
 
         Raises:
             SystemExit: they are not, and no later ones will be; the first process has said what is known of it.
@@ -197,9 +208,13 @@ class Health:
                 buffer.copy_(kept)
         sick = (~is_sound).to(self.accelerator.device, torch.float32)
         if float(cast(Tensor, self.accelerator.reduce(sick, "sum"))) > 0:
-            what = "no step has given a finite loss yet" if self._sound_batch is None else "the new weights give no finite loss"
-            self._end_run(step, f"{what}, and are not worth a checkpoint")
-        self._sound_step = step
+            what = "the new weights give no finite loss"
+            if self._sound_batch is None:
+                what = f"no step since step {self._start_step} has given a finite loss"
+            self._end_run(step, what)
+        skipped, steps = self.skipped - self._skipped_when_saved, step - self._saved_step
+        self._skipped_when_saved, self._saved_step = self.skipped, step
+        return skipped <= MAX_SKIPPED_SHARE * steps and not self._spikes.is_inside
 
     def _look(self, step: int) -> None:
         """Lets the host see the counts."""
@@ -235,22 +250,35 @@ class Health:
         """One line for the user; writes the list of samples."""
         found = [entry for entry in everyone if entry[2]] or everyone
         process, values, finding, _ = found[0]
-        path = self.folder / f"sick_step_{step:08d}.json"
-        samples = {process: listed for process, _, _, listed in found}
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps({"step": step, "samples": samples}, indent=1), encoding="utf-8")
+        listed = self._list_samples(step, {process: samples for process, _, _, samples in found})
         numbers = f"loss {values.get('loss', math.nan):.4g}, gradient norm {values.get('grad_norm', math.nan):.4g}"
         finding = finding or "the step's images, computed once more, give nothing that is not finite"
-        good = (
-            f"the checkpoint of step {self._sound_step} is untouched: go on from it"
-            if self._sound_step
-            else "there is no checkpoint yet: start again"
-        )
+        remedies = "a lower --optim.base_lr or --optim.clip_grad_norm 1"
+        if self.accelerator.mixed_precision != "no":
+            remedies = "a lower --optim.base_lr, --optim.clip_grad_norm 1, or --run.dtype float32"
         return (
-            f"step {step}: {what} ({numbers} on {process}); {finding}. The samples of the step are listed in {path}. Nothing "
-            f"of it was saved; {good} with --resume auto and a lower --optim.base_lr, --optim.clip_grad_norm 1, or --run.dtype "
-            "float32"
+            f"step {step}: {what} ({numbers} on {process}); {finding}. The samples of the step {listed}. Nothing of it was "
+            f"saved; {self._way_out()} with --resume auto and {remedies}"
         )
+
+    def _list_samples(self, step: int, samples: dict[str, list[dict[str, Any]]]) -> str:
+        """Writes the samples of a step into a file; says where they are."""
+        path = self.folder / f"sick_step_{step:08d}.json"
+        try:
+            with replacing(path) as temporary:
+                temporary.write_text(json.dumps({"step": step, "samples": samples}, indent=1), encoding="utf-8")
+        except OSError as error:  # a full disk must not hide what else is known
+            return f"could not be listed in {path} ({error.strerror})"
+        return f"are listed in {path}"
+
+    def _way_out(self) -> str:
+        """Sees to it that the run can be continued from a good checkpoint; says from which."""
+        try:
+            sound, count = self.set_suspects_aside()
+        except OSError as error:
+            return f"checkpoints of the sick run could not be renamed ({error}): delete them, and go on from an earlier one"
+        aside = f"{count} checkpoint(s) of the sick run are set aside as *.suspect; " if count else ""
+        return aside + ("no good checkpoint is there: start again" if sound is None else f"{sound.name} is good: go on from it")
 
     def _examine(self, model: nn.Module, step: int) -> tuple[str, list[dict[str, Any]]]:
         """Computes a step once more on this process.

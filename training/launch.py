@@ -35,7 +35,7 @@ from training.parallel import sharding_asked
 from training.unattended import unattended
 
 EXIT_LOST_CONTACT = 75
-"""Exit status of a process that lost another one: EX_TEMPFAIL of sysexits.h, "try again"."""
+"""Exit status of a process that lost another one, or a reader: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 MAY_DIFFER = {
     "data.train", "data.val", "data.num_workers", "data.prefetch_batches", "data.cache_dir", "data.cache_gib",
@@ -57,6 +57,7 @@ _TIMED_OUT = re.compile(
     r"timed out waiting|wait timeout|timed out after|collective operation timeout|connect timeout|timeout caused pair closure",
     re.IGNORECASE,
 )
+_READER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) (?:is killed by signal: [\w ]+|exited unexpectedly)")
 _ADDRESS = re.compile(r"\[[0-9a-fA-F.:%]+\]:\d+")
 """As Gloo names the other end of a connection: [127.0.0.1]:34567."""
 
@@ -191,7 +192,7 @@ def describe_differences(everyone: list[tuple[str, dict[str, Any]]]) -> str:
 
 @contextlib.contextmanager
 def contact(folder: Path | None, timeout_minutes: float) -> Iterator[None]:
-    """Ends this process in one line, without a traceback, when another process of the run is lost.
+    """Ends this process in one line, without a traceback, when another process of the run, or one of its readers, is lost.
 
     The loss shows where processes do something together: a closed connection at once, a process that hangs after the time
     limit of collectives. What ended the other one, its own output says. Where the launcher or a reader of the output is lost,
@@ -208,26 +209,44 @@ def contact(folder: Path | None, timeout_minutes: float) -> Iterator[None]:
         with unattended():
             yield
     except RuntimeError as error:
-        reason = lost_contact(error)
-        if reason is None:
+        what = lost_reader(error) or lost_process(error, timeout_minutes)
+        if what is None:
             raise
         checkpoints = sorted((folder / "checkpoints").glob("step_*.safetensors")) if folder else []
         advice = "then start all processes again"
         if checkpoints:
             advice += f" with --resume auto; the last checkpoint is {checkpoints[-1].name}"
-        what = (
-            f"waited {timeout_minutes:g} minutes for another process, which hangs or has ended ({reason}); where it was only "
-            "slow, raise --run.timeout_minutes"
-            if _TIMED_OUT.search(str(error))
-            else f"lost contact with another process ({reason}), whose own output says why"
-        )
         tqdm.write(f"error ({here()}): {what}; {advice}", file=sys.stderr)
         sys.stderr.flush()
         raise SystemExit(EXIT_LOST_CONTACT) from None
 
 
+def lost_reader(error: RuntimeError) -> str | None:
+    """Says what an error of torch's DataLoader tells of a reader process that was killed; None for any other error."""
+    found = _READER.search(str(error))
+    if found is None:
+        return None
+    return (
+        f"a reader process was lost ({found.group()}): mostly the memory was full, the kernel's log says so (dmesg), or the "
+        "shared memory (/dev/shm); take fewer --data.num_workers or a lower --data.prefetch_batches"
+    )
+
+
+def lost_process(error: RuntimeError, timeout_minutes: float) -> str | None:
+    """Says what an error tells of a lost process of the run; None for any other error."""
+    reason = lost_contact(error)
+    if reason is None:
+        return None
+    if _TIMED_OUT.search(str(error)):
+        return (
+            f"waited {timeout_minutes:g} minutes for another process, which hangs or has ended ({reason}); where it was only "
+            "slow, raise --run.timeout_minutes"
+        )
+    return f"lost contact with another process ({reason}), whose own output says why"
+
+
 def lost_contact(error: RuntimeError) -> str | None:
-    """Says in a few words what an error tells of a lost process; None where it tells of something else.
+    """Says in a few words how an error came of a lost process; None where it tells of something else.
 
     Gloo reports plain RuntimeErrors, NCCL and the store errors of their own, which are RuntimeErrors too: the text decides.
     """

@@ -63,6 +63,7 @@ def _find(folder: Path, accelerator: Accelerator) -> Checkpoint | None:
 def resume(
     folder: Path,
     now: dict[str, Any],
+    num_steps: int,
     changes_the_run: Sequence[str],
     must_agree: Mapping[str, str],
     model: nn.Module,
@@ -74,6 +75,7 @@ def resume(
     Args:
         folder: of the checkpoints.
         now: identity of the run as it is started now.
+        num_steps: where it ends now.
         changes_the_run: settings that may differ, with a warning.
         must_agree: further entries of the identity that may not differ -> what it means where they do.
         model: without any wrapper.
@@ -85,10 +87,13 @@ def resume(
 
     Raises:
         UserError: no checkpoint is valid, or the newest is of a newer format; it is of another model; the data, the global
-            batch size, or what must agree, is another than in the checkpoint; or the processes see different folders.
+            batch size, or what must agree, is another than in the checkpoint; it is beyond the end of the run; or the
+            processes see different folders.
     """
     checkpoint = _find(folder, accelerator)
     if checkpoint is None:
+        if accelerator.is_main_process and (folder.parent / "metrics.jsonl").exists():
+            tqdm.write(f"warning: {folder.parent} holds a run, but no checkpoint of it: it starts anew, and so do its logs")
         return None
     was = checkpoint.config
     changed = [
@@ -118,5 +123,12 @@ def resume(
             raise UserError(
                 f"{checkpoint.path}: {meaning}; continue it as it was, or start a new run with another --output_dir"
             )
+    if checkpoint.step > num_steps:
+        raise UserError(
+            f"{checkpoint.path}: is {checkpoint.step - num_steps} steps beyond the end of the run ({num_steps} steps): give "
+            "more --epochs or --num_steps, or none to go on as before"
+        )
+    if checkpoint.step == num_steps and accelerator.is_main_process:
+        tqdm.write(f"the run was at its end, after step {num_steps}: to train on, give more --epochs or --num_steps")
     restore(checkpoint, model, optimizer)
     return checkpoint

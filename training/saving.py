@@ -14,8 +14,15 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from training.checkpoint import checkpoint_path, prune_checkpoints, training_tensors, write_checkpoint
-from training.cli import EXIT_USER_ERROR, UserError, user_errors
+from training.checkpoint import (
+    checkpoint_path,
+    newest_sound,
+    prune_checkpoints,
+    set_suspects_aside,
+    training_tensors,
+    write_checkpoint,
+)
+from training.cli import EXIT_USER_ERROR, user_errors
 from training.knn import is_due
 from training.parallel import whole
 from training.run import RunConfig
@@ -84,6 +91,7 @@ class CheckpointWriter:
         self.keep = keep
         self._copy = HostCopy()
         self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._sound = newest_sound(folder)
         self._pending: tuple[int, Future[None]] | None = None
 
     @property
@@ -92,9 +100,9 @@ class CheckpointWriter:
         return self._pending[0] if self._pending and not self._pending[1].done() else None
 
     @property
-    def has_failed(self) -> bool:
-        """Says whether the last write failed, and `wait` has not told why yet."""
-        return self._pending is not None and self._pending[1].done() and self._pending[1].exception() is not None
+    def failure(self) -> BaseException | None:
+        """Why the last write failed, as long as `wait` has not told; None while it goes on, and where it did not fail."""
+        return self._pending[1].exception() if self._pending is not None and self._pending[1].done() else None
 
     def settle(self) -> None:
         """Waits for the write without telling how it ended."""
@@ -112,7 +120,14 @@ class CheckpointWriter:
             (_, future), self._pending = self._pending, None
             future.result()
 
-    def save(self, step: int, config: dict[str, Any], tensors: dict[str, Tensor], is_milestone: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        is_milestone: bool = False,
+        is_sound: bool = True,
+    ) -> None:
         """Copies a checkpoint, and begins to write it.
 
         Args:
@@ -120,6 +135,7 @@ class CheckpointWriter:
             config: the run's identity by dotted names.
             tensors: see `training_tensors`; they may change as soon as this returns.
             is_milestone: stays for ever.
+            is_sound: False where the run is sick: the newest one that is sound stays beside the others.
 
         Raises:
             UserError: the write before this one failed.
@@ -127,11 +143,14 @@ class CheckpointWriter:
         self.wait()
         copies = self._copy.take(tensors)
         path = checkpoint_path(self.folder, step, is_milestone)
-        self._pending = step, self._pool.submit(self._write, path, step, config, copies)
+        self._pending = step, self._pool.submit(self._write, path, step, config, copies, is_sound)
 
-    def _write(self, path: Path, step: int, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        write_checkpoint(path, step, config, tensors)
-        prune_checkpoints(self.folder, path, self.keep)
+    def _write(self, path: Path, step: int, config: dict[str, Any], tensors: dict[str, Tensor], is_sound: bool) -> None:
+        prune_checkpoints(self.folder, path, self.keep, self._sound)  # more than `keep` where it was set lower: makes room
+        write_checkpoint(path, step, config, tensors, is_sound)
+        if is_sound:
+            self._sound = path
+        prune_checkpoints(self.folder, path, self.keep, self._sound)
 
 
 class Saver:
@@ -161,20 +180,19 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None:
             self._writer.settle()
-            if any(gather_object([self._writer.has_failed])):
+            if any(gather_object([self._writer.failure is not None])):
                 self._end_run()
             return
-        try:
-            self._writer.wait()
-        except UserError as failed:  # what ended the run is told by its own error, and must not be hidden by this one
-            tqdm.write(f"warning: {failed}", file=sys.stderr)
+        self._writer.settle()
+        if self._writer.failure is not None:  # what ended the run is told by its own error, and must not be hidden by this one
+            tqdm.write(f"warning: {self._writer.failure}", file=sys.stderr)
 
     def notes(self) -> tuple[bool, bool]:
         """What only the first process knows, to be agreed upon: that the clock asks for a checkpoint, that a write failed."""
         minutes = self.config.save_every_minutes
         if not self.accelerator.is_main_process:
             return False, False
-        return minutes is not None and time.monotonic() - self._last_time >= 60 * minutes, self._writer.has_failed
+        return minutes is not None and time.monotonic() - self._last_time >= 60 * minutes, self._writer.failure is not None
 
     def is_due(self, step: int, by_clock: bool, has_failed: bool) -> bool:
         """Says whether a checkpoint is due after a step; all processes must ask at the same step.
@@ -202,6 +220,7 @@ class Saver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         extra: dict[str, Tensor] | None = None,
+        is_sound: bool = True,
     ) -> None:
         """Saves a checkpoint: returns as soon as it is copied.
 
@@ -214,10 +233,11 @@ class Saver:
             model: without any wrapper.
             optimizer: over the model's parameters.
             extra: further tensors, under names with a prefix of their own.
+            is_sound: see `CheckpointWriter.save`.
         """
         tensors = training_tensors(model, optimizer, extra)
         if self.accelerator.is_main_process and self._is_free(step):
-            self._writer.save(step, identity, tensors, self._is_milestone(step))
+            self._writer.save(step, identity, tensors, self._is_milestone(step), is_sound)
         else:
             gather_along(tensors)
         self._last_time = time.monotonic()
@@ -232,7 +252,12 @@ class Saver:
                 "comes often, save less often (--run.save_every_steps, --run.save_every_minutes) or on a faster disk"
             )
         self._writer.settle()
-        return not self._writer.has_failed
+        return self._writer.failure is None
+
+    def set_suspects_aside(self) -> tuple[Path | None, int]:
+        """Makes a sick run go on from the newest checkpoint of a sound one, see `training.checkpoint.set_suspects_aside`."""
+        self._writer.settle()
+        return set_suspects_aside(self._writer.folder)
 
     def _end_run(self) -> None:
         """Ends all processes together, after the first has told why.

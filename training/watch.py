@@ -24,6 +24,8 @@ SPIKE_MIN = 8
 """So many there must be before."""
 SPIKE_RATIO = 1.5
 SPIKE_DEVIATIONS = 6.0
+FIRST_RATIO = 10.0
+"""Before there are SPIKE_MIN entries, a spike is above the first by this factor."""
 """A spike is above the median by this factor, and by so many deviations: small losses scatter more."""
 
 
@@ -33,12 +35,13 @@ class SpikeWatch:
     A spike is a loss above SPIKE_RATIO times the median and SPIKE_DEVIATIONS robust deviations above it (1.48 times the median
     distance from the median, which is the standard deviation of a normal distribution). It is told when it begins, the 1st, the
     2nd, the 4th, 8th, ... time. A loss that stays high is the new median before long. A resumed run begins with an empty
-    window.
+    window. While that holds too few entries for a median, a spike is a loss above FIRST_RATIO times the first.
     """
 
     def __init__(self) -> None:
         self._window: deque[float] = deque(maxlen=SPIKE_WINDOW)
-        self._inside = False
+        self.is_inside = False
+        """Says whether the last loss was in a spike."""
         self._count = 0
 
     def add(self, loss: float) -> "Spike":
@@ -49,15 +52,19 @@ class SpikeWatch:
             deviation = 1.48 * statistics.median(abs(value - median) for value in self._window)
             ratio = loss / median if median > 0 else 1.0
             is_spike = ratio > SPIKE_RATIO and loss > median + SPIKE_DEVIATIONS * deviation
-            if is_spike and not self._inside:
-                self._count += 1
-                if self._count & (self._count - 1) == 0:
-                    warning = (
-                        f"the loss jumped to {loss:.4g}, {ratio:.2g} times the median of the last {len(self._window)} entries "
-                        f"({median:.4g}); jump no. {self._count}. Where it does not come back: --resume auto from before it, "
-                        "with a lower --optim.base_lr or --optim.clip_grad_norm 1"
-                    )
-            self._inside = is_spike
+            before = f"{ratio:.2g} times the median of the last {len(self._window)} entries ({median:.4g})"
+        else:
+            first = self._window[0] if self._window else loss
+            is_spike = loss > FIRST_RATIO * first
+            before = f"from {first:.4g} at the start"
+        if is_spike and not self.is_inside:
+            self._count += 1
+            if self._count & (self._count - 1) == 0:
+                warning = (
+                    f"the loss jumped to {loss:.4g}, {before}; jump no. {self._count}. Where it does not come back: --resume "
+                    "auto from before it, with a lower --optim.base_lr or --optim.clip_grad_norm 1"
+                )
+        self.is_inside = is_spike
         self._window.append(loss)
         return Spike(ratio, warning)
 

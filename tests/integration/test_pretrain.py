@@ -379,8 +379,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(
     flags = ("--output_dir", str(tmp_path / "run"), *TINY_RUN, "--data.batch_size_per_process", "8", "--data.num_workers", "0",
              "--num_steps", "50", "--run.log_every_steps", "10", "--run.save_every_steps", "3")  # fmt: skip
     message = refused(capfd, monkeypatch, *flags, "--optim.base_lr", "1e30", "--optim.warmup_epochs", "0")
-    assert "step 3: the new weights give no finite loss, and are not worth a checkpoint" in message
-    assert "there is no checkpoint yet: start again with --resume auto and a lower --optim.base_lr" in message
+    assert "step 3: the new weights give no finite loss (loss nan" in message
+    assert "no good checkpoint is there: start again with --resume auto and a lower --optim.base_lr" in message
     assert not (tmp_path / "run" / "checkpoints").exists()
     # The advice can be followed: another learning rate, and the same command with --resume auto.
     monkeypatch.setattr(sys, "argv", ["main.py", *flags, "--optim.warmup_epochs", "0", "--resume", "auto"])

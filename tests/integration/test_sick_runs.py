@@ -121,7 +121,13 @@ def test_a_run_that_does_not_recover_ends_and_goes_on_from_its_last_checkpoint(
     (line,) = (line for line in err.splitlines() if line.startswith("error: "))
     assert "step 19: the last 10 steps were skipped" in line
     assert "loss nan" in line
-    assert "the checkpoint of step 18 is untouched" in line  # sick batches, but the weights gave a finite loss
+    # Sick batches, but the weights gave a finite loss; half of the steps since the one before were skipped, though, or all.
+    assert (
+        "1 checkpoint(s) of the sick run are set aside as *.suspect; step_00000009.safetensors is good: go on from it" in line
+    )
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step_00000009.safetensors", "step_00000018.suspect"
+    ]  # fmt: skip
     assert "Traceback" not in out + err
     (samples,) = json.loads((tmp_path / "run" / "sick_step_00000019.json").read_text())["samples"].values()
     assert len(samples) == 8

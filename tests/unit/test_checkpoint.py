@@ -33,6 +33,7 @@ from training.checkpoint import (
     prune_checkpoints,
     read_checkpoint,
     restore,
+    set_suspects_aside,
     training_tensors,
     write_checkpoint,
 )  # fmt: skip
@@ -86,10 +87,10 @@ class Gate:
         self.reached = threading.Event()
         monkeypatch.setattr(training.saving, "write_checkpoint", self._write)
 
-    def _write(self, path: Path, step: int, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def _write(self, path: Path, step: int, config: dict[str, Any], tensors: dict[str, Tensor], is_sound: bool) -> None:
         self.reached.set()
         assert self.opened.wait(30)
-        write_checkpoint(path, step, config, tensors)
+        write_checkpoint(path, step, config, tensors, is_sound)
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -187,7 +188,7 @@ def test_checkpoint_of_another_model_is_refused_and_changes_nothing(
 def test_the_file_holds_nothing_but_tensors_and_a_record(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
     path = save(tmp_path, 2, tiny_mae, trained(tiny_mae))
     with safe_open(path, framework="pt") as file:
-        assert set(json.loads(file.metadata()["checkpoint"])) == {"version", "step", "config", "hash"}
+        assert set(json.loads(file.metadata()["checkpoint"])) == {"version", "step", "config", "hash", "is_sound"}
         names = set(file.keys())
     assert {name.split("/")[0] for name in names} == {"model", "optimizer"}
     assert path.stat().st_size < 1.2 * sum(tensor.nbytes for tensor in load_file(path).values()) + 20_000
@@ -254,6 +255,53 @@ def test_older_ones_are_deleted_only_when_the_new_one_is_in_place_for_good(
     monkeypatch.setattr(Path, "unlink", noted_unlink)
     save(tmp_path, 2, tiny_mae, optimizer, keep=1)
     assert done == ["flush file", "rename", "flush folder", "delete step_00000001.safetensors"]
+
+
+def test_of_a_sick_run_the_newest_sound_checkpoint_stays_and_is_gone_back_to(
+    tiny_mae: MaskedAutoencoder, tmp_path: Path
+) -> None:
+    tensors = training_tensors(tiny_mae, trained(tiny_mae))
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step, is_sound in ((1, True), (2, True), (3, False), (4, False)):
+        writer.save(step, {}, tensors, is_sound=is_sound)
+    writer.wait()
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 2), checkpoint_path(tmp_path, 4)]
+    assert [read_checkpoint(path).is_sound for path in sorted(tmp_path.iterdir())] == [True, False]
+    resumed = CheckpointWriter(tmp_path, keep=1)  # which goes on from step 4, and knows of step 2
+    resumed.save(5, {}, tensors, is_sound=False)
+    resumed.wait()
+    assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 2), checkpoint_path(tmp_path, 5)]
+    checkpoint_path(tmp_path, 6).write_bytes(b"torn")
+    assert set_suspects_aside(tmp_path) == (checkpoint_path(tmp_path, 2), 2)
+    newest, complaints = newest_checkpoint(tmp_path)
+    assert newest is not None
+    assert (newest.step, complaints) == (2, {})
+    assert {path.name for path in tmp_path.glob("*.suspect")} == {"step_00000005.suspect", "step_00000006.suspect"}
+
+    recovered = CheckpointWriter(tmp_path, keep=1)
+    recovered.save(7, {}, tensors)
+    recovered.wait()
+    assert list(tmp_path.glob("*.safetensors")) == [checkpoint_path(tmp_path, 7)]
+
+
+def test_a_sick_run_without_a_sound_checkpoint_starts_again(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=2)
+    writer.save(1, {}, training_tensors(tiny_mae, trained(tiny_mae)), is_milestone=True, is_sound=False)
+    writer.wait()
+    assert set_suspects_aside(tmp_path) == (None, 1)
+    assert newest_checkpoint(tmp_path) == (None, {})
+
+
+def test_fewer_checkpoints_make_room_before_the_next_is_written(
+    tiny_mae: MaskedAutoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = trained(tiny_mae)
+    for step in (1, 2):
+        save(tmp_path, step, tiny_mae, optimizer, keep=2)
+    fail_with(monkeypatch, errno.ENOSPC)
+    with pytest.raises(UserError, match="No space left on device"):
+        save(tmp_path, 3, tiny_mae, optimizer, keep=1)
+    assert list(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 2)]
 
 
 def test_an_undeletable_checkpoint_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +396,7 @@ def test_a_failed_write_is_one_clear_line_and_costs_no_earlier_checkpoint(
     fail_with(monkeypatch, number)
     writer.save(2, {}, training_tensors(tiny_mae, optimizer))
     writer.settle()
-    assert writer.has_failed
+    assert writer.failure is not None
     with pytest.raises(UserError) as caught:
         writer.wait()
     message = str(caught.value)
@@ -356,7 +404,7 @@ def test_a_failed_write_is_one_clear_line_and_costs_no_earlier_checkpoint(
     for part in (f"cannot write the checkpoint {checkpoint_path(tmp_path, 2)}", os.strerror(number), "MiB are free there",
                  "Earlier checkpoints are intact", "--resume auto"):  # fmt: skip
         assert part in message
-    assert not writer.has_failed  # it was told
+    assert writer.failure is None  # it was told
     assert list(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 1)]
     assert newest_checkpoint(tmp_path)[1] == {}
 

@@ -1,6 +1,8 @@
 """Steps that are not sound change nothing; what is told of a run that does not recover; spikes and stalls."""
 
+import errno
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -59,10 +61,14 @@ class Trained:
         self.optimizer: Any = distributed.optimizer
         self.batches = [batch_of(1.0, 2.0)]
         self.health = Health(
-            self.accelerator, folder, distributed, 0, shards, lambda _: self.batches,
+            self.accelerator, folder, distributed, 0, shards, lambda _: self.batches, self.set_suspects_aside,
             lambda _model, batch, *_: self.loss(batch),
         )  # fmt: skip
         self.meters = Meters()
+        self.sound: Path | None = None
+
+    def set_suspects_aside(self) -> tuple[Path | None, int]:
+        return self.sound, 2
 
     def loss(self, batch: Batch) -> Tensor:
         return self.model(batch.images).square().mean()
@@ -186,7 +192,7 @@ def test_a_run_that_does_not_recover_ends_with_a_diagnosis(
 ) -> None:
     trained = Trained(tmp_path, picture_shards)
     trained.step(GOOD)
-    trained.health.require_sound_weights(1)
+    trained.sound = tmp_path / "step_1.safetensors"
     for step in range(2, 1 + MAX_SKIPPED_IN_A_ROW):
         trained.step(GOOD, SICK)
         trained.health.check(step)
@@ -198,10 +204,53 @@ def test_a_run_that_does_not_recover_ends_with_a_diagnosis(
     assert "step 11: the last 10 steps were skipped" in line
     assert "loss nan, gradient norm nan on process 0 on " in line
     assert "the input of 0 (Linear) is the first to be not finite" in line
-    assert "the checkpoint of step 1 is untouched: go on from it with --resume auto and a lower --optim.base_lr" in line
+    assert "2 checkpoint(s) of the sick run are set aside as *.suspect; step_1.safetensors is good: go on from it with" in line
+    assert line.endswith("with --resume auto and a lower --optim.base_lr or --optim.clip_grad_norm 1")  # it is float32 already
     path = tmp_path / "sick_step_00000011.json"
     assert str(path) in line
     assert re.search(r'"shard": ".*\.tar",\s+"key": ".+"', path.read_text())
+
+
+def test_what_is_known_is_told_though_nothing_can_be_written(
+    tmp_path: Path, picture_shards: ShardSet, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trained = Trained(tmp_path, picture_shards)
+
+    def full(_path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("training.health.replacing", full)
+    monkeypatch.setattr(trained.health, "set_suspects_aside", lambda: full(tmp_path))
+    with pytest.raises(SystemExit):
+        trained.health.require_sound_weights(1)
+    line = capfd.readouterr().err
+    assert "step 1: no step since step 0 has given a finite loss" in line
+    assert "could not be listed in" in line
+    assert "checkpoints of the sick run could not be renamed" in line
+    assert line.count("No space left on device") == 2
+
+
+def test_a_checkpoint_is_a_suspect_after_many_skipped_steps_and_in_a_spike(tmp_path: Path, picture_shards: ShardSet) -> None:
+    trained = Trained(tmp_path, picture_shards)
+    step = 0
+
+    def after(*batches: Batch) -> bool:
+        nonlocal step
+        for batch in batches:
+            trained.step(batch)
+        step += len(batches)
+        return trained.health.require_sound_weights(step)
+
+    assert after(SICK, *[GOOD] * 9)
+    assert not after(SICK, SICK, *[GOOD] * 8)
+    assert after(GOOD)  # counted anew from each one
+    for loss in [1.0] * 8:
+        trained.health.entries(step, loss)
+    assert after(GOOD)
+    trained.health.entries(step, 5.0)
+    assert not after(GOOD)
+    trained.health.entries(step, 1.0)
+    assert after(GOOD)
 
 
 def test_sick_weights_are_not_saved(tmp_path: Path, picture_shards: ShardSet, capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,8 +266,8 @@ def test_sick_weights_are_not_saved(tmp_path: Path, picture_shards: ShardSet, ca
     with pytest.raises(SystemExit):
         trained.health.require_sound_weights(3)
     line = capfd.readouterr().err
-    assert "the new weights give no finite loss, and are not worth a checkpoint" in line
-    assert "the checkpoint of step 2 is untouched" in line
+    assert "step 3: the new weights give no finite loss (" in line
+    assert "no good checkpoint is there: start again with --resume auto" in line
 
 
 def weight_of(value: float) -> Callable[[Any], object]:
@@ -267,6 +316,10 @@ def test_spikes_are_told_from_noise_and_from_slow_changes() -> None:
     noisy = SpikeWatch()  # a small loss scatters by factors
     told = [noisy.add(0.01 * (1 + number % 4)).warning for number in range(60)]
     assert set(told) == {None}
+    diverging = SpikeWatch()  # before there is a median
+    told = [diverging.add(loss).warning for loss in (2.0, 1.9, 15.0, 25.0, 400.0, 2.0)]
+    assert [warning is not None for warning in told] == [False, False, False, True, False, False]
+    assert "jumped to 25, from 2 at the start; jump no. 1" in str(told[3])
     falling = SpikeWatch()
     assert {falling.add(1.0 / (1 + number)).warning for number in range(60)} == {None}
 
