@@ -30,6 +30,10 @@ class UserError(ValueError):
     """A mistake that the user can mend: the message says what was given, what was expected, and what to do."""
 
 
+class NoSettingsError(UserError):
+    """A file can be read, but does not hold keys and values in YAML."""
+
+
 def parse_args(config_type: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Reads a config from `--config FILE.yaml` and flags; a flag wins over the file, wherever it stands.
 
@@ -99,18 +103,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Reads a YAML file of keys and values; an empty file has none.
 
     Raises:
-        UserError: the file cannot be read, is not YAML, or holds something else.
+        UserError: the file cannot be read.
+        NoSettingsError: it is not YAML, or holds something else.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+        raise NoSettingsError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{path}: expected keys and values, found a {type(content).__name__}")
+        raise NoSettingsError(f"{path}: expected keys and values, found a {type(content).__name__}")
     return content
 
 

@@ -5,6 +5,7 @@ import errno
 import math
 import multiprocessing
 import os
+import shlex
 import signal
 import socket
 import threading
@@ -30,7 +31,7 @@ from accelerate.utils import (
 from tqdm import tqdm
 
 from training.checkpoint import replacing
-from training.cli import UserError, config_to_yaml, flat_config, flatten, is_main_process, read_yaml
+from training.cli import NoSettingsError, UserError, config_to_yaml, flat_config, flatten, is_main_process, read_yaml
 from training.launch import check_launch, here
 from training.machine import best_device, cores_per_process, native_bfloat16
 from training.parallel import sharding_asked
@@ -146,12 +147,14 @@ def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"]
         may_change: dotted names of settings that may differ when a run is continued.
 
     Raises:
-        UserError: the folder holds a run that is not to be continued, a run of another config, or other files.
+        UserError: the folder holds a run that is not to be continued, a run of another config or without one, or other files.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir {folder} is a file: choose another --output_dir")
     saved = folder / "config.yaml"
     if not saved.exists():
+        if _checkpoints(folder):
+            raise UserError(f"output_dir {folder} holds checkpoints but no config.yaml: {_way_back(folder)}")
         if folder.exists() and not all(map(_is_leftover, folder.iterdir())):
             raise UserError(f"output_dir {folder} holds other files: choose a new or empty folder with --output_dir")
         return
@@ -179,12 +182,38 @@ def changed_settings(folder: Path, config: Any) -> dict[str, str]:
 
     Returns:
         Dotted name -> "name before -> now" for every setting that differs; nothing for a new folder.
+
+    Raises:
+        UserError: the folder's config cannot be read, or is none.
     """
     saved = folder / "config.yaml"
     if not saved.exists():
         return {}
-    old, new = flatten(read_yaml(saved)), flat_config(config)
+    try:
+        old, new = flatten(read_yaml(saved)), flat_config(config)
+    except NoSettingsError as error:
+        raise UserError(f"{error}; {_way_back(folder)}") from error
+    if not old:
+        raise UserError(f"{saved} is empty: {_way_back(folder)}")
     return {key: f"{key} {old.get(key)} -> {value}" for key, value in new.items() if value != old.get(key)}
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run folder, the newest last; whether they are whole is not looked at."""
+    return sorted((folder / "checkpoints").glob("step_*.safetensors"))
+
+
+def _way_back(folder: Path) -> str:
+    """Says how a run folder gets its config again: from the header of a checkpoint, by a command that writes the file."""
+    checkpoints = _checkpoints(folder)
+    if not checkpoints:
+        return "there is no checkpoint to go on from, choose another --output_dir"
+    newest, saved = shlex.quote(str(checkpoints[-1])), shlex.quote(str(folder / "config.yaml"))
+    return (
+        "put it back (each checkpoint holds the settings in its header: `python -c 'import json, sys, safetensors, yaml; "
+        'print(yaml.safe_dump(json.loads(safetensors.safe_open(sys.argv[1], "np").metadata()["checkpoint"])["config"]))\' '
+        f"{newest} > {saved}`), or choose another --output_dir"
+    )
 
 
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch import nn
 
 from models.mae import MaskedAutoencoder
 from pretrain.config import MAY_CHANGE_ON_RESUME, PretrainConfig
-from training.checkpoint import replacing
-from training.cli import UserError, parse_args
+from training.checkpoint import checkpoint_path, replacing, write_checkpoint
+from training.cli import UserError, flat_config, parse_args
 from training.log import MetricsFile
 from training.machine import available_cores, cores_per_process, memory_mib, native_bfloat16
 from training.meters import Meters, WaitClock
@@ -172,6 +173,46 @@ def test_a_kill_before_the_config_was_written_leaves_the_folder_usable(tmp_path:
     (tmp_path / "run" / "thesis.tmp").touch()
     with pytest.raises(UserError, match="holds other files"):
         check_run_folder(tmp_path / "run", config, "auto", ())
+
+
+def refusal(folder: Path, config: PretrainConfig, resume: Literal["never", "auto"] = "auto") -> str:
+    """What a run folder is refused with."""
+    with pytest.raises(UserError) as caught:
+        check_run_folder(folder, config, resume, ())
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_a_lost_config_is_put_back_from_a_checkpoint_by_the_command_that_the_message_names(tmp_path: Path) -> None:
+    folder = tmp_path / "it's a run"
+    config = config_for(folder, "--optim.base_lr", "1e-5", "--model.img_size", "96", "160")
+    save_config(folder, config)
+    identity = flat_config(config) | {"manifest_hash": "0", "order_version": 1}
+    for step in (1, 2):
+        path = checkpoint_path(folder / "checkpoints", step)
+        write_checkpoint(path, step, identity | {"epochs": float(step)}, {"model/weight": torch.zeros(1)})
+    saved = folder / "config.yaml"
+    saved.unlink()
+    messages = [refusal(folder, config, "never"), refusal(folder, config, "auto")]
+    for text in ("", "- 1", "# nothing\n", "\0\0\0"):  # what a power cut may leave of it
+        saved.write_text(text)
+        messages.append(refusal(folder, config))
+    assert "holds checkpoints but no config.yaml: put it back" in messages[0]
+    assert f"{saved} is empty: put it back" in messages[2]
+    assert f"{saved}: expected keys and values, found a list; put it back" in messages[3]
+    for message in messages:
+        saved.unlink(missing_ok=True)
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-c", message.split("`")[1]], env=environment, check=True)
+        newest = config_for(folder, "--optim.base_lr", "1e-5", "--model.img_size", "96", "160", "--epochs", "2")
+        assert changed_settings(folder, newest) == {}
+        check_run_folder(folder, newest, "auto", ())
+
+
+def test_an_empty_config_without_checkpoints_is_refused_in_a_few_words(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    message = refusal(tmp_path, config_for(tmp_path))
+    assert message == f"{tmp_path}/config.yaml is empty: there is no checkpoint to go on from, choose another --output_dir"
 
 
 def test_metrics_after_the_last_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
