@@ -76,7 +76,7 @@ class FaultLog:
             self._counted_from_step = 0
             self._mine.update({cause: counted.get(cause, 0) for cause in CAUSES})
             self._warn_at = 2 * max(1, sum(counted.values()))
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        lines = self.path.read_bytes().splitlines() if self.path.exists() else []
         kept = [entry for entry in map(_parse, lines) if entry is not None and entry["step"] <= self._start_step]
         self._seen.update(entry["sample"] for entry in kept)
         self.first = [str(Fault(**{name: entry[name] for name in Fault._fields})) for entry in kept[:NUM_NAMED]]
@@ -184,8 +184,8 @@ class FaultLog:
             self._file.close()
 
 
-def _parse(line: str) -> dict[str, Any] | None:
-    """An entry of the list; None for a line that is none, because a crash cut it off."""
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """An entry of the list; None for a line that is none, because a crash cut it off or left what is no text."""
     try:
         entry = json.loads(line)
     except ValueError:

@@ -29,14 +29,14 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, first_step: int) -> None:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_bytes().splitlines() if path.exists() else []  # bytes: a power cut may leave what is no text
         kept = [line for line in lines if _step_of(line) <= first_step]
         self.last: dict[str, Any] = {}
         """What the entries that were kept say under each name, the newest."""
         for line in kept:
             self.last |= json.loads(line)
         with replacing(path) as temporary:
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            temporary.write_bytes(b"".join(line + b"\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, values: Mapping[str, Any]) -> None:
@@ -49,11 +49,11 @@ class MetricsFile:
         self._file.close()
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """The step of an entry; infinity for a line that is none (a crash cut it off), which is dropped with what came after."""
     try:
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):  # no JSON, or no text at all; no entry
         return float("inf")
 
 

@@ -152,8 +152,11 @@ def test_a_resumed_run_goes_on_counting_and_listing(accelerator: Accelerator, tm
     assert log.faults.counts == {"corrupt": 3, "truncated": 1}
 
 
-def test_without_an_entry_to_go_on_from_counting_starts_at_the_start(accelerator: Accelerator, tmp_path: Path) -> None:
-    (tmp_path / "faults.jsonl").write_text('{"step": 10, "sam')
+@pytest.mark.parametrize("torn", [b'{"step": 10, "sam', b'{"step": 10, "sam\xff', b"\0" * 9])
+def test_without_an_entry_to_go_on_from_counting_starts_at_the_start(
+    accelerator: Accelerator, tmp_path: Path, torn: bytes
+) -> None:
+    (tmp_path / "faults.jsonl").write_bytes(torn)
     with start(accelerator, tmp_path, step=10) as log:
         log.faults.extend([fault(1)])
         log.write(12, {}, "")

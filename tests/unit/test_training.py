@@ -129,6 +129,17 @@ def test_clock_measures_waiting_only() -> None:
     assert memory_mib(torch.device("cpu")) > 50
 
 
+TORN = [
+    b'{"step": 4, "lo',
+    b'{"step": 4, "\xff\xfe": 0}\n',
+    b"\0" * 9,
+    b'\0\0{"step": 4}\n',
+    b'\xef\xbb\xbf{"step"\n',
+    b'{"step\xf0',
+]
+"""What a crash or a power cut may leave as the last line of a file."""
+
+
 def config_for(folder: Path, *flags: str) -> PretrainConfig:
     return parse_args(PretrainConfig, ["--output_dir", str(folder), *flags], prog="main.py")
 
@@ -215,15 +226,17 @@ def test_an_empty_config_without_checkpoints_is_refused_in_a_few_words(tmp_path:
     assert message == f"{tmp_path}/config.yaml is empty: there is no checkpoint to go on from, choose another --output_dir"
 
 
-def test_metrics_after_the_last_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torn", TORN)
+def test_metrics_after_the_last_checkpoint_are_dropped_on_resume(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     first = MetricsFile(path, 0)
     for step in (10, 20, 30):
         first.write({"step": step, "loss": 1.0 / step})
     first.close()
-    with path.open("a") as file:
-        file.write('{"step": 40, "lo')
+    with path.open("ab") as file:
+        file.write(torn)
     again = MetricsFile(path, 20)
+    assert again.last == {"step": 20, "loss": 1 / 20}
     again.write({"step": 30, "loss": 5.0})
     again.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
