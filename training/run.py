@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -137,6 +137,10 @@ def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
     return accelerator
 
 
+HISTORY_NAME = "history.jsonl"
+"""What every start of a run is noted in, before anything else is written: see `training/history.py`."""
+
+
 def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"], may_change: Iterable[str]) -> None:
     """Makes sure that a run folder is new, or holds this very run and is to be continued. Changes nothing.
 
@@ -173,8 +177,9 @@ def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"]
 
 
 def _is_leftover(path: Path) -> bool:
-    """Says whether a file is what a program leaves that was killed before its run was noted in its folder."""
-    return path.name == ".lock" or (path.name.startswith(".") and path.name.endswith(".tmp"))  # see `replacing`
+    """Says whether a file is what a program leaves that was killed before it had written `config.yaml`."""
+    is_temporary = path.name.startswith(".") and path.name.endswith(".tmp")  # of `replacing`
+    return is_temporary or path.name in (".lock", HISTORY_NAME)
 
 
 def changed_settings(folder: Path, config: Any) -> dict[str, str]:
@@ -284,14 +289,20 @@ def lock_for_run(folder: Path, accelerator: Accelerator) -> AbstractContextManag
     return lock
 
 
-def save_config(folder: Path, config: Any) -> None:
-    """Makes the run folder and writes `config.yaml`, which is itself a valid `--config`."""
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Makes the run folder, and makes a failure to write to it a UserError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / "config.yaml") as temporary:
-            temporary.write_text(config_to_yaml(config), encoding="utf-8")
+        yield
     except OSError as error:
         raise UserError(f"cannot write to output_dir {folder}: {error.strerror}") from error
+
+
+def save_config(folder: Path, config: Any) -> None:
+    """Makes the run folder and writes `config.yaml`, which is itself a valid `--config`."""
+    with writing_to(folder), replacing(folder / "config.yaml") as temporary:
+        temporary.write_text(config_to_yaml(config), encoding="utf-8")
 
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM)

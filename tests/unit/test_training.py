@@ -2,12 +2,14 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Generator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from models.mae import MaskedAutoencoder
 from pretrain.config import MAY_CHANGE_ON_RESUME, PretrainConfig
 from training.checkpoint import checkpoint_path, replacing, write_checkpoint
 from training.cli import UserError, flat_config, parse_args
+from training.history import note_start
 from training.log import MetricsFile
 from training.machine import available_cores, cores_per_process, memory_mib, native_bfloat16
 from training.meters import Meters, WaitClock
@@ -224,6 +227,67 @@ def test_an_empty_config_without_checkpoints_is_refused_in_a_few_words(tmp_path:
     (tmp_path / "config.yaml").touch()
     message = refusal(tmp_path, config_for(tmp_path))
     assert message == f"{tmp_path}/config.yaml is empty: there is no checkpoint to go on from, choose another --output_dir"
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def test_every_start_of_a_run_is_noted_with_what_had_changed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    before = datetime.now(UTC).replace(microsecond=0)
+    note_start(folder, config_for(folder), 0, 2)
+    changed = config_for(folder, "--optim.base_lr", "0.1", "--run.log_every_steps", "3")
+    note_start(folder, changed, 300, 4)
+    note_start(folder, changed, 500, 4)
+    assert parse_args(PretrainConfig, ["--config", str(folder / "config.yaml")]) == changed
+    first, second, third = history(folder)
+    assert before <= datetime.fromisoformat(first.pop("started")) <= datetime.now(UTC)
+    assert first == {
+        "step": 0, "num_processes": 2, "changed": [], "torch": torch.__version__, "host": socket.gethostname(),
+    }  # fmt: skip
+    assert (second["step"], second["num_processes"], third["step"]) == (300, 4, 500)
+    assert sorted(second["changed"]) == ["optim.base_lr 0.00015 -> 0.1", "run.log_every_steps 10 -> 3"]
+    assert third["changed"] == []
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_a_start_after_a_torn_line_has_a_line_of_its_own(tmp_path: Path, torn: bytes) -> None:
+    note_start(tmp_path, config_for(tmp_path), 0, 1)
+    whole = (tmp_path / "history.jsonl").read_bytes()
+    (tmp_path / "history.jsonl").write_bytes(whole + torn)
+    note_start(tmp_path, config_for(tmp_path), 7, 1)
+    left, last = (tmp_path / "history.jsonl").read_bytes()[:-1].rsplit(b"\n", 1)
+    assert left == whole + torn.removesuffix(b"\n")
+    assert json.loads(last)["step"] == 7
+
+
+def test_a_kill_between_the_note_of_a_start_and_the_config_costs_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "run"
+    for flags, step, changes in (((), 0, []), (("--optim.base_lr", "0.1"), 5, ["optim.base_lr 0.00015 -> 0.1"])):
+        config = config_for(folder, *flags)
+        with monkeypatch.context() as patched:
+            patched.setattr("training.history.save_config", killed)
+            with pytest.raises(KeyboardInterrupt):
+                note_start(folder, config, step, 1)
+        check_run_folder(folder, config, "auto", ("optim.base_lr",))
+        note_start(folder, config, step, 1)
+        assert [entry["changed"] for entry in history(folder)[-2:]] == [changes, changes]
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").mkdir()
+    with pytest.raises(UserError, match=f"cannot write to output_dir {tmp_path}: Is a directory"):
+        note_start(tmp_path, config_for(tmp_path), 0, 1)
+    (tmp_path / "file").touch()
+    for write in (save_config, lambda folder, config: note_start(folder, config, 0, 1)):
+        with pytest.raises(UserError, match=f"cannot write to output_dir {tmp_path}/file/run: Not a directory"):
+            write(tmp_path / "file" / "run", config_for(tmp_path))
 
 
 @pytest.mark.parametrize("torn", TORN)
