@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,14 @@ LAUNCHERS = {
     "accelerate launch, 2 processes": (*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
 }
+
+
+@pytest.fixture(autouse=True)
+def hangup_is_not_ignored() -> Iterator[None]:
+    """Where the tests run under nohup, what they start would ignore SIGHUP too; of a handler it inherits nothing."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def command(
@@ -86,11 +94,13 @@ def kill_all(pids: list[int]) -> None:
         pytest.param("accelerate launch, 1 process", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("accelerate launch, 1 process", signal.SIGUSR1, marks=pytest.mark.slow),
         pytest.param("accelerate launch, 1 process", signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param("accelerate launch, 1 process", signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param("accelerate launch, 2 processes", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("accelerate launch, 2 processes", signal.SIGINT, marks=pytest.mark.slow),
         ("accelerate launch, 2 processes", signal.SIGUSR1),
         pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("torchrun", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("torchrun", signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param("torchrun", signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
@@ -118,7 +128,7 @@ def test_a_signal_to_the_launcher_alone_lets_the_run_save_and_end(
     assert f"stopped after step {last}; the same command with --resume auto goes on from there" in text, text
     assert "ended at once" not in text
     assert checkpoint_path(output / "checkpoints", last).exists()
-    handed_on = number in (signal.SIGTERM, signal.SIGINT) and launcher != "accelerate launch, 1 process"
+    handed_on = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) and launcher != "accelerate launch, 1 process"
     assert ("the launcher has ended without its processes" in text) == (not handed_on), text
 
 
