@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -31,7 +32,7 @@ from training.watch import SpikeWatch
 MAX_SKIPPED_IN_A_ROW = 10
 """So many skipped steps in a row end a run."""
 MAX_SKIPPED_SHARE = 0.1
-"""Of the steps between two checkpoints; above it the second is not trusted."""
+"""Of the steps before a checkpoint; above it the checkpoint is not trusted."""
 
 _APPLIED = "applied"
 
@@ -51,8 +52,9 @@ class Health:
     skipped steps in a row on the CPU, and after at most twice as many on a GPU.
 
     Before a checkpoint is saved, the new weights must be finite, and must give a finite loss on images which the old ones
-    gave one for: one forward pass of a micro-batch. That does not make them good ones: a checkpoint is a suspect where more
-    than MAX_SKIPPED_SHARE of the steps since the last one were skipped, or while the loss is above what it was (`SpikeWatch`).
+    gave one for: one forward pass of a micro-batch. That does not make them good ones: a checkpoint is a suspect where the last
+    step was skipped, where more than one, and more than MAX_SKIPPED_SHARE, of the steps before it were (since the last
+    checkpoint, but of at least MAX_SKIPPED_IN_A_ROW steps), or while the loss is above what it was (`SpikeWatch`).
     When the run ends, suspects are set aside, and it is continued from the newest checkpoint that is none.
 
     Args:
@@ -99,8 +101,9 @@ class Health:
         self._last: dict[str, Tensor] = {}
         self._batch: Batch | None = None
         self._sound_batch: Batch | None = None
-        self._start_step = self._saved_step = start_step
-        self._skipped_when_saved = 0
+        self._start_step = start_step
+        self._saves: deque[tuple[int, int]] = deque([(start_step, 0)])
+        """Steps of the last checkpoints, and steps skipped until then."""
         self._warn_at = 1
         self._spikes = SpikeWatch()
 
@@ -155,7 +158,8 @@ class Health:
         Args:
             last: the newest values of metrics.jsonl.
         """
-        self._counts[1] = self.skipped = self._skipped_when_saved = int(last.get("skipped_steps", 0))
+        self._counts[1] = self.skipped = int(last.get("skipped_steps", 0))
+        self._saves = deque([(self._start_step, self.skipped)])
         self._warn_at = self.skipped + 1
 
     def entries(self, step: int, loss: float | None) -> dict[str, float]:
@@ -212,9 +216,12 @@ class Health:
             if self._sound_batch is None:
                 what = f"no step since step {self._start_step} has given a finite loss"
             self._end_run(step, what)
-        skipped, steps = self.skipped - self._skipped_when_saved, step - self._saved_step
-        self._skipped_when_saved, self._saved_step = self.skipped, step
-        return skipped <= MAX_SKIPPED_SHARE * steps and not self._spikes.is_inside
+        while len(self._saves) > 1 and self._saves[1][0] <= step - MAX_SKIPPED_IN_A_ROW:
+            self._saves.popleft()
+        since, skipped_before = self._saves[0]
+        self._saves.append((step, self.skipped))
+        is_rare = self.skipped - skipped_before <= max(1.0, MAX_SKIPPED_SHARE * (step - since))
+        return is_rare and self.in_a_row == 0 and not self._spikes.is_inside
 
     def _look(self, step: int) -> None:
         """Lets the host see the counts."""

@@ -243,7 +243,13 @@ def test_a_checkpoint_is_a_suspect_after_many_skipped_steps_and_in_a_spike(tmp_p
 
     assert after(SICK, *[GOOD] * 9)
     assert not after(SICK, SICK, *[GOOD] * 8)
-    assert after(GOOD)  # counted anew from each one
+    assert not after(GOOD)  # the last ten steps count at least
+    assert after(*[GOOD] * 9)
+    assert after(SICK, GOOD)  # a single one is none
+    assert not after(SICK, GOOD)
+    assert after(*[GOOD] * 20)
+    assert not after(GOOD, SICK)  # but where it is the last
+    assert after(*[GOOD] * 20)
     for loss in [1.0] * 8:
         trained.health.entries(step, loss)
     assert after(GOOD)
