@@ -59,9 +59,9 @@ def unattended() -> Iterator[None]:
     """Keeps a run from being lost with what started it; may be entered again inside.
 
     - Where nobody reads what is printed any more, the run goes on.
-    - Where its launcher has ended, by a signal that it does not hand on (SIGTERM ends `accelerate launch` of one process,
-      SIGUSR1 all launchers), the run is asked to save and to end, as by SIGUSR1: else it would go on unseen, and keep its
-      folder to itself. It is asked as soon as it listens for signals: while it is put together, nothing would be saved.
+    - Where its launcher has ended, by a signal that it does not hand on (SIGTERM and SIGHUP end `accelerate launch` of one
+      process, SIGUSR1 all launchers), the run is asked to save and to end, as by SIGUSR1: else it would go on unseen, and keep
+      its folder to itself. It is asked as soon as it listens for signals: while it is put together, nothing would be saved.
     """
     if isinstance(sys.stderr, LastingOutput):
         yield
