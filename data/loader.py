@@ -177,11 +177,11 @@ def failures_as_values(batches: Iterable[Batch]) -> Iterator[Batch | WorkerFailu
 def leave_signals_to_parent(_worker: int) -> None:
     """In a reader process: signals reach the whole process group, but only the training process decides on them.
 
-    Of Ctrl-C, SIGTERM and SIGUSR1 (SLURM's warning) it finishes its step first, for which it needs its readers; they end with
-    it.
+    Of Ctrl-C, SIGTERM, SIGUSR1 (SLURM's warning) and SIGHUP (a closed terminal) it finishes its step first, for which it needs
+    its readers; they end with it.
     """
-    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-        if hasattr(signal, name):  # Windows knows no SIGUSR1
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):  # Windows knows no SIGUSR1 and no SIGHUP
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 

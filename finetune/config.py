@@ -35,6 +35,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.allow_pipe",
     "data.max_bad_share",
     "data.eval_batch_size",
+    "global_batch_size",  # must stay the same, and is checked
 )
 """Settings that may differ when a run is continued: none changes what is learnt."""
 

@@ -36,13 +36,14 @@ from training.cli import UserError
 from training.faults import FaultLog
 from training.features import weights_hash
 from training.health import Health
+from training.history import note_start
 from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
 from training.log import RunLog
 from training.meters import Meters, WaitClock
 from training.optim import LARS, build_adamw, layer_groups, set_lr
 from training.parallel import Distributed, sharding_asked
 from training.resume import compute_dtype, identity, resume
-from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
+from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run
 from training.saving import Saver
 from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
 from training.watch import StallWatch
@@ -177,7 +178,7 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     if ema is not None:
         distributed.shard_alike(ema.module)
     if accelerator.is_main_process:
-        save_config(folder, config)
+        note_start(folder, config, start_step, accelerator.num_processes)
     saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(data.rows), accelerator)
     return Finetuning(
         config, folder, accelerator, encoder, data, validation, normalization, img_size, classifier, distributed,

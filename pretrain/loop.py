@@ -28,6 +28,7 @@ from training.checkpoint import replacing
 from training.cli import UserError
 from training.faults import FaultLog
 from training.health import Health
+from training.history import note_start
 from training.knn import OnlineProbe, is_due
 from training.launch import contact, facts_of_launch, facts_of_start, require_agreement
 from training.log import RunLog
@@ -35,7 +36,7 @@ from training.meters import Meters, WaitClock
 from training.optim import build_adamw, parameter_groups, set_lr
 from training.parallel import Distributed, sharding_asked
 from training.resume import compute_dtype, identity, resume
-from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run, save_config
+from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run
 from training.saving import Saver
 from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
 from training.watch import StallWatch
@@ -135,7 +136,7 @@ def set_up(config: PretrainConfig) -> Pretraining:
         model.compile()  # in place: parameter names stay as they are
     distributed = Distributed(model, optimizer, accelerator, sharding_asked(os.environ))
     if accelerator.is_main_process:
-        save_config(folder, config)
+        note_start(folder, config, start_step, accelerator.num_processes)
     saver = Saver(config.run, folder / "checkpoints", plan.global_batch_size / len(shards), accelerator)
     return Pretraining(
         config, folder, accelerator, shards, normalization, model, distributed, order, plan, horizon,

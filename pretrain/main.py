@@ -5,13 +5,13 @@ import sys
 from pretrain.config import PretrainConfig, with_default_data
 from pretrain.loop import set_up, train
 from training.cli import parse_args, user_errors
-from training.launch import contact, mistakes_of_one
+from training.launch import contact, mistakes_of_one, taken_apart
 
 
 def main() -> int:
     """Pretrains as the command line says; gives the exit status."""
     config = parse_args(PretrainConfig, with_default_data(sys.argv[1:]))
-    with user_errors(), mistakes_of_one(), contact(None, config.run.timeout_minutes):
+    with taken_apart(), user_errors(), mistakes_of_one(), contact(None, config.run.timeout_minutes):
         run = set_up(config)
     with user_errors(every_process=True), contact(run.folder, config.run.timeout_minutes), run.lock:
         status = train(run)

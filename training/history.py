@@ -39,7 +39,7 @@ def note_start(folder: Path, config: Any, start_step: int, num_processes: int) -
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": start_step,
         "num_processes": num_processes,
-        "changed": list(changed_settings(folder, config).values()),
+        "changed": [change for name, change in changed_settings(folder, config).items() if name != "resume"],
         "torch": torch.__version__,
         "host": socket.gethostname(),
     })  # fmt: skip

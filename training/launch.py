@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 from data.crops import crop_backend
 from data.errors import DataError
-from training.cli import UserError, flat_config, user_errors
+from training.cli import EXIT_USER_ERROR, UserError, flat_config, user_errors
 from training.one_process import OTHER_LAUNCHERS, num_copies
 from training.parallel import sharding_asked
 from training.unattended import unattended
@@ -219,6 +220,21 @@ def contact(folder: Path | None, timeout_minutes: float) -> Iterator[None]:
         tqdm.write(f"error ({here()}): {what}; {advice}", file=sys.stderr)
         sys.stderr.flush()
         raise SystemExit(EXIT_LOST_CONTACT) from None
+
+
+@contextlib.contextmanager
+def taken_apart() -> Iterator[None]:
+    """Takes the group of processes apart where putting a run together ends in an error, after that was told.
+
+    Left to the interpreter's end, torch's store now and then aborts the process, and its status is lost. Later on, it is left
+    to that all the same: gradients may be on their way to a process that hangs, and taking apart would wait for them.
+    """
+    try:
+        yield
+    except SystemExit as ended:
+        if ended.code == EXIT_USER_ERROR and dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+        raise
 
 
 def lost_reader(error: RuntimeError) -> str | None:

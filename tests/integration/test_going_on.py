@@ -88,6 +88,8 @@ def test_a_run_is_trained_longer(program: Program) -> None:
     assert "is 2 steps beyond the end of the run (6 steps): give more --epochs or --num_steps" in text
     assert len(program.entries()) == 8
     assert "num_steps: 8" in (program.output / "config.yaml").read_text()
+    history = [json.loads(line) for line in (program.output / "history.jsonl").read_text().splitlines()]
+    assert [(start["step"], start["changed"]) for start in history] == [(0, []), (4, []), (4, ["num_steps 4 -> 8"])]
 
 
 def test_a_diverged_run_goes_on_from_before_it_diverged(program: Program) -> None:

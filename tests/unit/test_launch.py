@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from data.errors import DataError
@@ -26,6 +27,7 @@ from training.launch import (
     facts_of_start,
     lost_contact,
     mistakes_of_one,
+    taken_apart,
 )
 from training.one_process import OTHER_LAUNCHERS, require_one_process
 from training.storage import private_folder
@@ -254,6 +256,18 @@ def test_the_file_that_all_look_for_does_not_stay_whatever_happens_meanwhile(
 
     monkeypatch.setattr(Path, "exists", forbidden)
     assert private_folder(tmp_path / "run", first) is None  # whoever writes to the folder will tell
+
+
+def test_a_group_of_processes_is_taken_apart_when_the_start_fails(tmp_path: Path) -> None:
+    for error, is_left in ((SystemExit(2), False), (KeyError("a bug"), True)):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        try:
+            with pytest.raises(type(error)), taken_apart():
+                raise error
+            assert dist.is_initialized() == is_left
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def together(tmp_path: Path, body: str) -> list[tuple[int, str]]:

@@ -190,7 +190,7 @@ def test_readers_leave_signals_to_the_training_process(monkeypatch: pytest.Monke
     handled = {}
     monkeypatch.setattr("signal.signal", lambda number, handler: handled.update({number: handler}))
     leave_signals_to_parent(0)
-    assert handled == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), signal.SIG_IGN)
+    assert handled == dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), signal.SIG_IGN)
 
 
 def failing(_image: Tensor, _seed: int) -> Tensor:
