@@ -152,9 +152,7 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     choose_attention(classifier.vit, accelerator.device.type, dtype)
     if teacher is not None:
         teacher.model.to(accelerator.device)
-    ema = None
-    if config.ema_decay is not None:  # at step t at most t / (10 + t) is kept: an average of what there is so far
-        ema = ModelEmaV3(classifier, decay=config.ema_decay, use_warmup=True, warmup_gamma=10, warmup_power=1.0)
+    ema = build_average(classifier, config.ema_decay)
     optimizer = build_optimizer(classifier, config)
     start_step, resumed_from = 0, None
     now = identity(config, data.train.manifest.hash, plan.global_batch_size, accelerator) | data.identity()
@@ -215,6 +213,13 @@ def choose_normalization(config: FinetuneConfig, encoder: PretrainedEncoder) -> 
             f"{list(mean)}, std {list(std)}"
         )
     return Normalization(mean, std)
+
+
+def build_average(classifier: Classifier, decay: float | None) -> ModelEmaV3 | None:
+    """The moving average of the weights: at step t at most t / (10 + t) is kept, so that it is one of what there is so far."""
+    if decay is None:
+        return None
+    return ModelEmaV3(classifier, decay=decay, use_warmup=True, warmup_gamma=10, warmup_power=1.0)
 
 
 def build_optimizer(classifier: Classifier, config: FinetuneConfig) -> torch.optim.Optimizer:

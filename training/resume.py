@@ -60,6 +60,37 @@ def _find(folder: Path, accelerator: Accelerator) -> Checkpoint | None:
     return checkpoint
 
 
+def _require_same_run(checkpoint: Checkpoint, now: dict[str, Any], must_agree: Mapping[str, str]) -> None:
+    """Makes sure that a checkpoint is of the data, order and global batch of a run, and of what else must agree.
+
+    Raises:
+        UserError: it is not.
+    """
+    was = checkpoint.config
+    if was["manifest_hash"] != now["manifest_hash"]:
+        raise UserError(
+            f"{checkpoint.path}: was trained on other data ({was['data.train']}) than {now['data.train']} holds now; "
+            "continue on the same shards, or start a new run with another --output_dir"
+        )
+    if was.get("order_version", 1) != now["order_version"]:
+        raise UserError(
+            f"{checkpoint.path}: was trained by a version of this program that reads the samples in another order "
+            f"({was.get('order_version', 1)}, now {now['order_version']}); continue it with that version, or start a new run "
+            "with another --output_dir"
+        )
+    if was["global_batch_size"] != now["global_batch_size"]:
+        raise UserError(
+            f"{checkpoint.path}: was trained with a global batch of {was['global_batch_size']}, now it would be "
+            f"{now['global_batch_size']}: give --global_batch_size {was['global_batch_size']}, or change "
+            "--data.batch_size_per_process or --optim.accum_steps so that their product with the processes stays the same"
+        )
+    for key, meaning in must_agree.items():
+        if was.get(key) != now[key]:
+            raise UserError(
+                f"{checkpoint.path}: {meaning}; continue it as it was, or start a new run with another --output_dir"
+            )
+
+
 def resume(
     folder: Path,
     now: dict[str, Any],
@@ -101,28 +132,7 @@ def resume(
     ]
     if changed and accelerator.is_main_process:
         tqdm.write(f"warning: the run goes on, but not as an uninterrupted one would: {', '.join(changed)}")
-    if was["manifest_hash"] != now["manifest_hash"]:
-        raise UserError(
-            f"{checkpoint.path}: was trained on other data ({was['data.train']}) than {now['data.train']} holds now; "
-            "continue on the same shards, or start a new run with another --output_dir"
-        )
-    if was.get("order_version", 1) != now["order_version"]:
-        raise UserError(
-            f"{checkpoint.path}: was trained by a version of this program that reads the samples in another order "
-            f"({was.get('order_version', 1)}, now {now['order_version']}); continue it with that version, or start a new run "
-            "with another --output_dir"
-        )
-    if was["global_batch_size"] != now["global_batch_size"]:
-        raise UserError(
-            f"{checkpoint.path}: was trained with a global batch of {was['global_batch_size']}, now it would be "
-            f"{now['global_batch_size']}: change --data.batch_size_per_process or --optim.accum_steps so that "
-            "batch_size_per_process x processes x accum_steps stays the same"
-        )
-    for key, meaning in must_agree.items():
-        if was.get(key) != now[key]:
-            raise UserError(
-                f"{checkpoint.path}: {meaning}; continue it as it was, or start a new run with another --output_dir"
-            )
+    _require_same_run(checkpoint, now, must_agree)
     if checkpoint.step > num_steps:
         raise UserError(
             f"{checkpoint.path}: is {checkpoint.step - num_steps} steps beyond the end of the run ({num_steps} steps): give "
