@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -45,7 +46,7 @@ from training.parallel import Distributed, sharding_asked
 from training.resume import compute_dtype, identity, resume
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run
 from training.saving import Saver
-from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
+from training.schedule import Horizon, num_steps_of, plan_horizon, scale_lr, warmup_cosine
 from training.watch import StallWatch
 
 EMA_PREFIX = "ema/"
@@ -157,11 +158,12 @@ def set_up(config: FinetuneConfig) -> Finetuning:
     start_step, resumed_from = 0, None
     now = identity(config, data.train.manifest.hash, plan.global_batch_size, accelerator) | data.identity()
     now |= {"encoder_input": json.dumps(encoder[1:]), "teacher": "" if teacher is None else weights_hash(teacher.model)}
+    length_of_run = functools.partial(num_steps_of, num_samples=len(data.rows), global_batch_size=plan.global_batch_size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_for_run(folder, accelerator))  # before checkpoints are read: damaged ones are set aside
         if config.resume == "auto":
             checkpoint = resume(
-                folder / "checkpoints", now, horizon.num_steps, CHANGES_THE_RUN, MUST_AGREE, classifier, optimizer, accelerator
+                folder / "checkpoints", now, length_of_run, CHANGES_THE_RUN, MUST_AGREE, classifier, optimizer, accelerator
             )
             if checkpoint is not None:
                 start_step, resumed_from = checkpoint.step, checkpoint.path
@@ -372,8 +374,6 @@ def write_log(run: Finetuning, log: RunLog, step: int, lr: float, meters: Meters
     Raises:
         SystemExit: too many samples are unreadable; a checkpoint is saved.
     """
-    if step == log.last_step:
-        return
     means = run.health.take(meters)
     values = means | {"lr": lr, "epoch": step * run.plan.global_batch_size / len(run.data.rows)}
     headline = f"loss {means['loss']:.4f}" if means else "all steps skipped"

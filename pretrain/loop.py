@@ -1,6 +1,7 @@
 """The pretraining loop."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -38,7 +39,7 @@ from training.parallel import Distributed, sharding_asked
 from training.resume import compute_dtype, identity, resume
 from training.run import StopRequest, build_accelerator, check_run_folder, lock_for_run
 from training.saving import Saver
-from training.schedule import Horizon, plan_horizon, scale_lr, warmup_cosine
+from training.schedule import Horizon, num_steps_of, plan_horizon, scale_lr, warmup_cosine
 from training.watch import StallWatch
 
 NUM_PREVIEW_IMAGES = 8
@@ -121,12 +122,11 @@ def set_up(config: PretrainConfig) -> Pretraining:
     optimizer = build_adamw(parameter_groups(model, config.optim.weight_decay), config.optim)
     start_step, resumed_from = 0, None
     now = identity(config, shards.manifest.hash, plan.global_batch_size, accelerator)
+    length_of_run = functools.partial(num_steps_of, num_samples=len(shards), global_batch_size=plan.global_batch_size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock_for_run(folder, accelerator))  # before checkpoints are read: damaged ones are set aside
         if config.resume == "auto":
-            checkpoint = resume(
-                folder / "checkpoints", now, horizon.num_steps, CHANGES_THE_RUN, {}, model, optimizer, accelerator
-            )
+            checkpoint = resume(folder / "checkpoints", now, length_of_run, CHANGES_THE_RUN, {}, model, optimizer, accelerator)
             if checkpoint is not None:
                 start_step, resumed_from = checkpoint.step, checkpoint.path
         lock = stack.pop_all()

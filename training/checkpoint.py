@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -252,20 +252,29 @@ def newest_sound(folder: Path) -> Path | None:
     return None
 
 
-def set_suspects_aside(folder: Path) -> tuple[Path | None, int]:
-    """Renames the checkpoints after the newest sound one, so that a run is continued from there: "step_7.suspect".
+class SetAside(NamedTuple):
+    """What became of the checkpoints of a sick run."""
 
-    Returns:
-        The newest sound one, None where there is none; and how many were renamed.
+    sound: Path | None
+    """The newest sound one, which a run is continued from; None where there is none."""
+    num_renamed: int
+    """How many after it were renamed: "step_7.suspect"."""
+    left: list[Path]
+    """Those that could not be renamed."""
 
-    Raises:
-        OSError: one cannot be renamed.
-    """
-    sound = newest_sound(folder)
-    suspects = [path for path in folder.glob(_PATTERN) if sound is None or path.name > sound.name]
-    for path in suspects:
-        path.rename(path.with_suffix(".suspect"))
-    return sound, len(suspects)
+
+def set_suspects_aside(folder: Path) -> SetAside:
+    """Renames the checkpoints after the newest sound one, so that a run is continued from there."""
+    sound, count, left = newest_sound(folder), 0, list[Path]()
+    for path in sorted(folder.glob(_PATTERN)):
+        if sound is not None and path.name <= sound.name:
+            continue
+        try:
+            path.rename(path.with_suffix(".suspect"))
+            count += 1
+        except OSError:  # told by its name, see `left`
+            left.append(path)
+    return SetAside(sound, count, left)
 
 
 def _require_same_model(checkpoint: Checkpoint, model: nn.Module) -> None:

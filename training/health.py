@@ -21,7 +21,7 @@ from data.errors import DataError
 from data.loader import Batch
 from data.reader import ShardReader
 from data.shards import ShardSet
-from training.checkpoint import replacing
+from training.checkpoint import SetAside, replacing
 from training.cli import EXIT_USER_ERROR, UserError, user_errors
 from training.diagnosis import first_not_finite
 from training.launch import here
@@ -35,6 +35,7 @@ MAX_SKIPPED_SHARE = 0.1
 """Of the steps before a checkpoint; above it the checkpoint is not trusted."""
 
 _APPLIED = "applied"
+_JUMPED_FROM = "loss_jumped_from"
 
 
 class Health:
@@ -54,7 +55,7 @@ class Health:
     Before a checkpoint is saved, the new weights must be finite, and must give a finite loss on images which the old ones
     gave one for: one forward pass of a micro-batch. That does not make them good ones: a checkpoint is a suspect where the last
     step was skipped, where more than one, and more than MAX_SKIPPED_SHARE, of the steps before it were (since the last
-    checkpoint, but of at least MAX_SKIPPED_IN_A_ROW steps), or while the loss is above what it was (`SpikeWatch`).
+    checkpoint, but of at least MAX_SKIPPED_IN_A_ROW steps), or while the loss has not come back from a jump (`SpikeWatch`).
     When the run ends, suspects are set aside, and it is continued from the newest checkpoint that is none.
 
     Args:
@@ -76,7 +77,7 @@ class Health:
         start_step: int,
         shards: ShardSet,
         batches_of: Callable[[int], Iterable[Batch]],
-        set_suspects_aside: Callable[[], tuple[Path | None, int]],
+        set_suspects_aside: Callable[[], SetAside],
         loss_of: Callable[[nn.Module, Batch, int, int], Tensor],
     ) -> None:
         self.accelerator = accelerator
@@ -91,7 +92,7 @@ class Health:
         self.in_a_row = 0
         """Skipped steps since the last one that counted; as the host last saw it, the same on all processes."""
         self.skipped = 0
-        """Skipped steps of the run, the same."""
+        """Skipped steps of the run; on processes other than the first, since it was started."""
         bare = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
         self._fused = bare if isinstance(bare, torch.optim.AdamW) and bare.defaults["fused"] else None
         norms = [module for module in self.model.modules() if isinstance(module, _BatchNorm)]
@@ -106,6 +107,7 @@ class Health:
         """Steps of the last checkpoints, and steps skipped until then."""
         self._warn_at = 1
         self._spikes = SpikeWatch()
+        self._tells_jump = False
 
     def backward(self, loss: Tensor, accum_steps: int, batch: Batch, **others: Tensor) -> None:
         """Computes the gradients of a micro-batch.
@@ -153,13 +155,15 @@ class Health:
         return {name: value / applied for name, value in means.items()} if applied > 0 else {}
 
     def count_on(self, last: Mapping[str, Any]) -> None:
-        """Goes on counting where the interrupted run stood at the start step; on the first process.
+        """Goes on counting where the interrupted run stood at the start step; on the first process, which tells and saves.
 
         Args:
             last: the newest values of metrics.jsonl.
         """
         self._counts[1] = self.skipped = int(last.get("skipped_steps", 0))
         self._saves = deque([(self._start_step, self.skipped)])
+        self._spikes.jumped_from = float(last.get(_JUMPED_FROM, 0.0)) or None
+        self._tells_jump = self._spikes.jumped_from is not None
         self._warn_at = self.skipped + 1
 
     def entries(self, step: int, loss: float | None) -> dict[str, float]:
@@ -173,7 +177,11 @@ class Health:
         ratio, warning = self._spikes.add(loss) if loss is not None else (None, None)
         if warning and self.accelerator.is_main_process:
             tqdm.write(f"warning: step {step}: {warning}")
-        return {"skipped_steps": float(self.skipped)} | ({} if ratio is None else {"loss_over_median": ratio})
+        entries = {"skipped_steps": float(self.skipped)} | ({} if ratio is None else {"loss_over_median": ratio})
+        if self._tells_jump or self._spikes.jumped_from is not None:  # 0, once, where the loss has come back
+            entries[_JUMPED_FROM] = self._spikes.jumped_from or 0.0
+        self._tells_jump = self._spikes.jumped_from is not None
+        return entries
 
     def check(self, step: int) -> None:
         """Ends a run that does not recover; all processes must call it after each step.
@@ -196,7 +204,8 @@ class Health:
             step: optimizer steps done.
 
         Returns:
-            Whether the run is sound; else the checkpoint is a suspect.
+            Whether the run is sound; else the checkpoint is a suspect. Right on the first process, which saves: the others do
+            not know what was before a resumption.
 
         Raises:
             SystemExit: they are not, and no later ones will be; the first process has said what is known of it.
@@ -221,7 +230,7 @@ class Health:
         since, skipped_before = self._saves[0]
         self._saves.append((step, self.skipped))
         is_rare = self.skipped - skipped_before <= max(1.0, MAX_SKIPPED_SHARE * (step - since))
-        return is_rare and self.in_a_row == 0 and not self._spikes.is_inside
+        return is_rare and self.in_a_row == 0 and self._spikes.jumped_from is None
 
     def _look(self, step: int) -> None:
         """Lets the host see the counts."""
@@ -280,12 +289,13 @@ class Health:
 
     def _way_out(self) -> str:
         """Sees to it that the run can be continued from a good checkpoint; says from which."""
-        try:
-            sound, count = self.set_suspects_aside()
-        except OSError as error:
-            return f"checkpoints of the sick run could not be renamed ({error}): delete them, and go on from an earlier one"
-        aside = f"{count} checkpoint(s) of the sick run are set aside as *.suspect; " if count else ""
-        return aside + ("no good checkpoint is there: start again" if sound is None else f"{sound.name} is good: go on from it")
+        aside = self.set_suspects_aside()
+        told = f"{aside.num_renamed} checkpoint(s) of the sick run are set aside as *.suspect; " if aside.num_renamed else ""
+        if aside.left:
+            told += f"{', '.join(map(str, aside.left))} could not be: delete what is left of these; "
+        return told + (
+            "no good checkpoint is there: start again" if aside.sound is None else f"{aside.sound.name} is good: go on from it"
+        )
 
     def _examine(self, model: nn.Module, step: int) -> tuple[str, list[dict[str, Any]]]:
         """Computes a step once more on this process.

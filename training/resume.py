@@ -1,6 +1,6 @@
 """Continuing a run where its newest valid checkpoint stands."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def _require_same_run(checkpoint: Checkpoint, now: dict[str, Any], must_agree: M
 def resume(
     folder: Path,
     now: dict[str, Any],
-    num_steps: int,
+    num_steps_of: Callable[[Mapping[str, Any]], int],
     changes_the_run: Sequence[str],
     must_agree: Mapping[str, str],
     model: nn.Module,
@@ -106,7 +106,7 @@ def resume(
     Args:
         folder: of the checkpoints.
         now: identity of the run as it is started now.
-        num_steps: where it ends now.
+        num_steps_of: tells where a run ends, by "epochs" and "num_steps" of its identity.
         changes_the_run: settings that may differ, with a warning.
         must_agree: further entries of the identity that may not differ -> what it means where they do.
         model: without any wrapper.
@@ -118,8 +118,8 @@ def resume(
 
     Raises:
         UserError: no checkpoint is valid, or the newest is of a newer format; it is of another model; the data, the global
-            batch size, or what must agree, is another than in the checkpoint; it is beyond the end of the run; or the
-            processes see different folders.
+            batch size, or what must agree, is another than in the checkpoint; the run was to be longer; or the processes see
+            different folders.
     """
     checkpoint = _find(folder, accelerator)
     if checkpoint is None:
@@ -133,10 +133,18 @@ def resume(
     if changed and accelerator.is_main_process:
         tqdm.write(f"warning: the run goes on, but not as an uninterrupted one would: {', '.join(changed)}")
     _require_same_run(checkpoint, now, must_agree)
-    if checkpoint.step > num_steps:
+    as_it_was = f"--config {folder.parent / 'config.yaml'} --resume auto"
+    end_then, num_steps = num_steps_of(was), num_steps_of(now)
+    if num_steps < end_then:
         raise UserError(
-            f"{checkpoint.path}: is {checkpoint.step - num_steps} steps beyond the end of the run ({num_steps} steps): give "
-            "more --epochs or --num_steps, or none to go on as before"
+            f"{checkpoint.path}: is of a run of {end_then} steps, which cannot be cut to {num_steps}: give more --epochs or "
+            f"--num_steps, or continue it as it was ({as_it_was})"
+        )
+    if num_steps > end_then and accelerator.is_main_process:
+        tqdm.write(f"warning: the run is {num_steps} steps now, not {end_then}; where that is not meant: {as_it_was}")
+    if not checkpoint.is_sound and accelerator.is_main_process:
+        tqdm.write(
+            f"warning: {checkpoint.path} was saved while the run was sick; to go on from an earlier one, rename it to *.suspect"
         )
     if checkpoint.step == num_steps and accelerator.is_main_process:
         tqdm.write(f"the run was at its end, after step {num_steps}: to train on, give more --epochs or --num_steps")

@@ -70,7 +70,8 @@ class RunConfig:
     """Longest time that a process waits for the others where all do something together, in minutes, above 0; then the run ends.
     More than the slowest needs to read its first images, or the first one to make a picture."""
     keep_checkpoints: int = 2
-    """How many of the newest checkpoints stay, at least 1; while one is written there is one more."""
+    """How many of the newest checkpoints stay, at least 1; while one is written there is one more, and of a sick run the newest
+    good one stays, too."""
     milestone_every_epochs: float | None = None
     """Passes over the data set between two checkpoints that stay for ever, above 0; they come on top of keep_checkpoints."""
 
@@ -138,7 +139,7 @@ def build_accelerator(config: RunConfig, folder: Path) -> Accelerator:
 
 
 HISTORY_NAME = "history.jsonl"
-"""What every start of a run is noted in, before anything else is written: see `training/history.py`."""
+"""What every start of a run is noted in, before its config is written: see `training/history.py`."""
 
 
 def check_run_folder(folder: Path, config: Any, resume: Literal["never", "auto"], may_change: Iterable[str]) -> None:

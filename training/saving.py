@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from training.checkpoint import (
+    SetAside,
     checkpoint_path,
     newest_sound,
     prune_checkpoints,
@@ -83,7 +84,8 @@ class CheckpointWriter:
 
     Args:
         folder: of the checkpoints, made if absent.
-        keep: how many of the newest stay besides milestones, at least 1. While a checkpoint is written there is one more.
+        keep: how many of the newest stay besides milestones, at least 1. While a checkpoint is written there is one more; of a
+            sick run, the newest sound one stays, too.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:
@@ -254,7 +256,7 @@ class Saver:
         self._writer.settle()
         return self._writer.failure is None
 
-    def set_suspects_aside(self) -> tuple[Path | None, int]:
+    def set_suspects_aside(self) -> SetAside:
         """Makes a sick run go on from the newest checkpoint of a sound one, see `training.checkpoint.set_suspects_aside`."""
         self._writer.settle()
         return set_suspects_aside(self._writer.folder)

@@ -1,7 +1,9 @@
 """The learning rate as a pure function of how far the run has come."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from data.stream import num_steps_for_epochs
 from training.cli import UserError
@@ -49,6 +51,17 @@ class Horizon:
     """May be a fraction of a step: the schedule is continuous."""
 
 
+def num_steps_of(settings: Mapping[str, Any], num_samples: int, global_batch_size: int) -> int:
+    """Length of a run in optimizer steps.
+
+    Args:
+        settings: with "epochs" and "num_steps", see `plan_horizon`.
+        num_samples: of the data set.
+        global_batch_size: images of one optimizer step.
+    """
+    return settings["num_steps"] or num_steps_for_epochs(settings["epochs"], num_samples, global_batch_size)
+
+
 def plan_horizon(
     epochs: float, num_steps: int | None, warmup_epochs: float | None, num_samples: int, global_batch_size: int
 ) -> Horizon:
@@ -64,7 +77,7 @@ def plan_horizon(
     Raises:
         UserError: the warm-up is not shorter than the run.
     """
-    num_steps = num_steps or num_steps_for_epochs(epochs, num_samples, global_batch_size)
+    num_steps = num_steps_of({"epochs": epochs, "num_steps": num_steps}, num_samples, global_batch_size)
     if warmup_epochs is None:
         return Horizon(num_steps, DEFAULT_WARMUP * num_steps)
     warmup_steps = warmup_epochs * num_samples / global_batch_size

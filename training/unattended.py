@@ -1,6 +1,7 @@
 """A run goes on without what started it: a reader of what it prints, and a launcher."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -36,6 +37,8 @@ class LastingOutput:
         """Writes, or loses, a text; gives its length."""
         try:
             self._stream.write(text)
+        except BlockingIOError:  # the reader is there, and slow: this text alone is lost
+            pass
         except OSError:
             self._give_up()
         return len(text)
@@ -44,6 +47,8 @@ class LastingOutput:
         """Hands on what was written, or loses it."""
         try:
             self._stream.flush()
+        except BlockingIOError:  # as above
+            pass
         except OSError:
             self._give_up()
 
@@ -69,8 +74,8 @@ def unattended() -> Iterator[None]:
     ended = threading.Event()
     out, err = (cast(IO[str], LastingOutput(stream)) for stream in (sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        watcher = threading.Thread(target=_watch_launcher, args=(os.getppid(), ended), name="launcher", daemon=True)
-        if hasattr(signal, "SIGUSR1") and has_launcher():  # Windows knows no such signal
+        watcher = threading.Thread(target=_watch_launcher, args=(_launcher(), ended), name="launcher", daemon=True)
+        if hasattr(signal, "SIGUSR1") and _launcher() is not None:  # Windows knows no such signal
             watcher.start()
         try:
             yield
@@ -91,7 +96,13 @@ def has_launcher() -> bool:
     return any(PurePath(word).name in _LAUNCHERS for word in words[:3])  # after Python, and perhaps its -m
 
 
-def _watch_launcher(launcher: int, ended: threading.Event) -> None:
+@functools.cache
+def _launcher() -> int | None:
+    """The launcher's number, None where there is none; as it was at first, for it may end while a run is put together."""
+    return os.getppid() if has_launcher() else None
+
+
+def _watch_launcher(launcher: int | None, ended: threading.Event) -> None:
     while not ended.wait(LOOK_S):
         if os.getppid() != launcher and callable(signal.getsignal(signal.SIGUSR1)):  # `StopRequest` listens
             who = f"process {os.environ.get('RANK', '0')}"  # the first one to notice ends all: any may be it

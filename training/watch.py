@@ -24,9 +24,9 @@ SPIKE_MIN = 8
 """So many there must be before."""
 SPIKE_RATIO = 1.5
 SPIKE_DEVIATIONS = 6.0
+"""A spike is above the median by this factor, and by so many deviations: small losses scatter more."""
 FIRST_RATIO = 10.0
 """Before there are SPIKE_MIN entries, a spike is above the first by this factor."""
-"""A spike is above the median by this factor, and by so many deviations: small losses scatter more."""
 
 
 class SpikeWatch:
@@ -40,8 +40,9 @@ class SpikeWatch:
 
     def __init__(self) -> None:
         self._window: deque[float] = deque(maxlen=SPIKE_WINDOW)
-        self.is_inside = False
-        """Says whether the last loss was in a spike."""
+        self.jumped_from: float | None = None
+        """What the loss was before a spike, until it has come back to SPIKE_RATIO times that; None where there is none."""
+        self._inside = False
         self._count = 0
 
     def add(self, loss: float) -> "Spike":
@@ -51,20 +52,24 @@ class SpikeWatch:
             median = statistics.median(self._window)
             deviation = 1.48 * statistics.median(abs(value - median) for value in self._window)
             ratio = loss / median if median > 0 else 1.0
-            is_spike = ratio > SPIKE_RATIO and loss > median + SPIKE_DEVIATIONS * deviation
-            before = f"{ratio:.2g} times the median of the last {len(self._window)} entries ({median:.4g})"
+            is_spike, before = ratio > SPIKE_RATIO and loss > median + SPIKE_DEVIATIONS * deviation, median
+            told = f"{ratio:.2g} times the median of the last {len(self._window)} entries ({median:.4g})"
         else:
-            first = self._window[0] if self._window else loss
-            is_spike = loss > FIRST_RATIO * first
-            before = f"from {first:.4g} at the start"
-        if is_spike and not self.is_inside:
+            before = self._window[0] if self._window else loss
+            is_spike, told = loss > FIRST_RATIO * before, f"from {before:.4g} at the start"
+        if is_spike and not self._inside:
             self._count += 1
             if self._count & (self._count - 1) == 0:
                 warning = (
-                    f"the loss jumped to {loss:.4g}, {before}; jump no. {self._count}. Where it does not come back: --resume "
-                    "auto from before it, with a lower --optim.base_lr or --optim.clip_grad_norm 1"
+                    f"the loss jumped to {loss:.4g}, {told}; jump no. {self._count}. Where it does not come back: stop the "
+                    "run, rename the checkpoints since then to *.suspect, and go on with --resume auto and a lower "
+                    "--optim.base_lr or --optim.clip_grad_norm 1"
                 )
-        self.is_inside = is_spike
+        if self.jumped_from is None:
+            self.jumped_from = before if is_spike else None
+        elif loss <= SPIKE_RATIO * self.jumped_from:
+            self.jumped_from = None
+        self._inside = is_spike
         self._window.append(loss)
         return Spike(ratio, warning)
 

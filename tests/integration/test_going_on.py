@@ -78,6 +78,8 @@ def test_a_run_is_trained_longer(program: Program) -> None:
     status, text = program("--num_steps", "8", "--resume", "auto")
     assert status == 0
     assert "warning: the run goes on, but not as an uninterrupted one would: num_steps 4 -> 8" in text
+    config = program.output / "config.yaml"
+    assert f"the run is 8 steps now, not 4; where that is not meant: --config {config} --resume auto" in text
     entries = program.entries()
     assert [entry["step"] for entry in entries] == list(range(1, 9))
     assert entries[4]["lr"] == pytest.approx(entries[0]["lr"] / 2)  # in the middle of the cosine
@@ -85,7 +87,7 @@ def test_a_run_is_trained_longer(program: Program) -> None:
     assert read_checkpoint(checkpoint_path(program.output / "checkpoints", 8)).config["num_steps"] == 8
     status, text = program("--num_steps", "6", "--resume", "auto")
     assert status == 2
-    assert "is 2 steps beyond the end of the run (6 steps): give more --epochs or --num_steps" in text
+    assert "is of a run of 8 steps, which cannot be cut to 6: give more --epochs or --num_steps, or continue it as" in text
     assert len(program.entries()) == 8
     assert "num_steps: 8" in (program.output / "config.yaml").read_text()
     history = [json.loads(line) for line in (program.output / "history.jsonl").read_text().splitlines()]

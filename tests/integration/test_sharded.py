@@ -139,7 +139,8 @@ def test_a_run_of_whole_models_goes_on_sharded(whole: Path, tmp_path: Path) -> N
     shutil.copytree(whole, output)
     for step in (8, 12):
         checkpoint_path(output / "checkpoints", step).unlink()
-    text = launch(FSDP, "pretrain/main.py", output, *TINY_RUN, "--data.batch_size_per_process", "32", "--resume", "auto")
+    way = [*FSDP, "--fsdp_reshard_after_forward", "false"] if len(FSDP) > 1 else FSDP  # another way to the same numbers
+    text = launch(way, "pretrain/main.py", output, *TINY_RUN, "--data.batch_size_per_process", "32", "--resume", "auto")
     assert "step_00000004.safetensors" in text
     assert_same_curves(whole, output, "loss", "grad_norm")
 

@@ -272,7 +272,7 @@ def test_of_a_sick_run_the_newest_sound_checkpoint_stays_and_is_gone_back_to(
     resumed.wait()
     assert sorted(tmp_path.iterdir()) == [checkpoint_path(tmp_path, 2), checkpoint_path(tmp_path, 5)]
     checkpoint_path(tmp_path, 6).write_bytes(b"torn")
-    assert set_suspects_aside(tmp_path) == (checkpoint_path(tmp_path, 2), 2)
+    assert set_suspects_aside(tmp_path) == (checkpoint_path(tmp_path, 2), 2, [])
     newest, complaints = newest_checkpoint(tmp_path)
     assert newest is not None
     assert (newest.step, complaints) == (2, {})
@@ -284,11 +284,19 @@ def test_of_a_sick_run_the_newest_sound_checkpoint_stays_and_is_gone_back_to(
     assert list(tmp_path.glob("*.safetensors")) == [checkpoint_path(tmp_path, 7)]
 
 
-def test_a_sick_run_without_a_sound_checkpoint_starts_again(tiny_mae: MaskedAutoencoder, tmp_path: Path) -> None:
+def test_a_sick_run_without_a_sound_checkpoint_starts_again(
+    tiny_mae: MaskedAutoencoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, _target: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
     writer = CheckpointWriter(tmp_path, keep=2)
     writer.save(1, {}, training_tensors(tiny_mae, trained(tiny_mae)), is_milestone=True, is_sound=False)
     writer.wait()
-    assert set_suspects_aside(tmp_path) == (None, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        assert set_suspects_aside(tmp_path) == (None, 0, [checkpoint_path(tmp_path, 1, is_milestone=True)])
+    assert set_suspects_aside(tmp_path) == (None, 1, [])
     assert newest_checkpoint(tmp_path) == (None, {})
 
 

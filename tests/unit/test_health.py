@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from data.loader import Batch
 from data.shards import ShardSet
 from models.mae import MaskedAutoencoder
+from training.checkpoint import SetAside
 from training.diagnosis import first_not_finite
 from training.health import MAX_SKIPPED_IN_A_ROW, Health
 from training.meters import Meters
@@ -66,9 +67,10 @@ class Trained:
         )  # fmt: skip
         self.meters = Meters()
         self.sound: Path | None = None
+        self.left = list[Path]()
 
-    def set_suspects_aside(self) -> tuple[Path | None, int]:
-        return self.sound, 2
+    def set_suspects_aside(self) -> SetAside:
+        return SetAside(self.sound, 2, self.left)
 
     def loss(self, batch: Batch) -> Tensor:
         return self.model(batch.images).square().mean()
@@ -220,14 +222,14 @@ def test_what_is_known_is_told_though_nothing_can_be_written(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("training.health.replacing", full)
-    monkeypatch.setattr(trained.health, "set_suspects_aside", lambda: full(tmp_path))
+    trained.left = [tmp_path / "step_2.safetensors"]
     with pytest.raises(SystemExit):
         trained.health.require_sound_weights(1)
     line = capfd.readouterr().err
     assert "step 1: no step since step 0 has given a finite loss" in line
     assert "could not be listed in" in line
-    assert "checkpoints of the sick run could not be renamed" in line
-    assert line.count("No space left on device") == 2
+    assert "No space left on device" in line
+    assert f"{tmp_path / 'step_2.safetensors'} could not be: delete what is left of these; no good checkpoint" in line
 
 
 def test_a_checkpoint_is_a_suspect_after_many_skipped_steps_and_in_a_spike(tmp_path: Path, picture_shards: ShardSet) -> None:
@@ -253,10 +255,23 @@ def test_a_checkpoint_is_a_suspect_after_many_skipped_steps_and_in_a_spike(tmp_p
     for loss in [1.0] * 8:
         trained.health.entries(step, loss)
     assert after(GOOD)
-    trained.health.entries(step, 5.0)
+    assert "loss_jumped_from" not in trained.health.entries(step, 1.0)
+    for loss in [5.0] * 40:  # a new median, and no better for that
+        assert trained.health.entries(step, loss)["loss_jumped_from"] == 1.0
     assert not after(GOOD)
-    trained.health.entries(step, 1.0)
+
+    resumed = Trained(tmp_path, picture_shards)
+    resumed.health.count_on({"skipped_steps": 3.0, "loss_jumped_from": 1.0})
+    resumed.step(GOOD)
+    assert resumed.health.entries(1, 5.0)["loss_jumped_from"] == 1.0
+    assert not resumed.health.require_sound_weights(1)
+
+    assert trained.health.entries(step, 1.4)["loss_jumped_from"] == 0.0  # told once
     assert after(GOOD)
+    assert "loss_jumped_from" not in trained.health.entries(step, 1.4)
+    resumed.health.count_on({"skipped_steps": 3.0, "loss_jumped_from": 0.0})
+    resumed.step(GOOD)
+    assert resumed.health.require_sound_weights(2)
 
 
 def test_sick_weights_are_not_saved(tmp_path: Path, picture_shards: ShardSet, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,12 +1,15 @@
 """Launches that went wrong are refused in one line; a lost process is told from other errors."""
 
 import errno
+import io
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +17,7 @@ import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
 
+import training.unattended
 from data.errors import DataError
 from pretrain.config import PretrainConfig
 from training.cli import EXIT_USER_ERROR, UserError, user_errors
@@ -186,6 +190,40 @@ def test_output_whose_reader_has_gone_leads_nowhere_for_all_who_write_to_it() ->
             output.flush()
         os.write(writer, b"past the stream")
         assert output.fileno() == writer  # all else is the stream's
+
+
+def test_a_reader_that_is_slow_loses_one_text_and_no_more() -> None:
+    written = list[str]()
+
+    class Slow(io.StringIO):
+        def write(self, text: str, /) -> int:
+            if not written:
+                written.append("nothing")
+                raise BlockingIOError
+            written.append(text)
+            return len(text)
+
+    output = LastingOutput(Slow())
+    assert [output.write(text) for text in ("lost", "read")] == [4, 4]
+    assert written == ["nothing", "read"]
+
+
+def test_a_launcher_that_ends_while_a_run_is_put_together_is_missed_when_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setattr("training.unattended.LOOK_S", 0.02)
+    training.unattended._launcher.cache_clear()
+    launcher = os.getppid()
+    with unattended():
+        monkeypatch.setattr("training.unattended.os.getppid", lambda: 1)
+    assert launcher != 1
+    asked = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda *_: asked.set())
+    try:
+        with unattended():
+            assert asked.wait(30)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        training.unattended._launcher.cache_clear()
 
 
 def test_output_is_made_to_last_once_and_put_back() -> None:
