@@ -13,17 +13,13 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 
+import pretrain.loop
+from data.errors import DataError
 from data.shards import ShardSet
 from pretrain.main import main
+from tests.integration.test_sick_runs import TINY_RUN
 from training.checkpoint import checkpoint_path, read_checkpoint
 from training.launch import EXIT_LOST_CONTACT
-
-TINY_RUN = [
-    "--model.name", "tiny", "--model.img_size", "16", "16", "--model.patch_size", "4", "--model.embed_dim", "32",
-    "--model.depth", "2", "--model.num_heads", "2", "--model.decoder_embed_dim", "32", "--model.decoder_depth", "1",
-    "--model.decoder_num_heads", "2", "--optim.warmup_epochs", "0", "--optim.base_lr", "1e-2", "--run.dtype", "float32",
-    "--run.device", "cpu", "--run.log_every_steps", "1", "--data.num_workers", "0", "--data.batch_size_per_process", "8",
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +113,22 @@ def test_a_run_without_a_checkpoint_says_that_it_starts_anew(program: Program) -
     assert status == 0
     assert f"warning: {program.output} holds a run, but no checkpoint of it: it starts anew, and so do its logs" in text
     assert [entry["step"] for entry in program.entries()] == [1, 2]
+
+
+def test_what_cannot_be_shown_or_measured_costs_no_checkpoint(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("show_restored", "measure"):
+
+        def fail(_run: object, _log: object, step: int) -> None:
+            if step == 2:  # where a checkpoint is due
+                raise DataError("an image is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pretrain.loop, name, fail)
+            status, text = program("--num_steps", "2", "--resume", "auto")
+        assert status == 2
+        assert "an image is gone" in text
+        assert program.checkpoints() == ["step_00000002.safetensors"]
+        checkpoint_path(program.output / "checkpoints", 2).unlink()
 
 
 def test_a_killed_reader_ends_the_run_in_one_line(tmp_path: Path, picture_shards: ShardSet) -> None:

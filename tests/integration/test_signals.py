@@ -84,6 +84,20 @@ def kill_all(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def end_by(process: subprocess.Popen[bytes], output: Path, send: Callable[[int], None], number: signal.Signals) -> None:
+    """Sends a signal when the run has done three steps; returns when the launcher and all that it has started have ended."""
+    below: list[int] = []
+    try:
+        wait_until("step 3", lambda: len(steps(output)) >= 3, process)
+        below = descendants(process.pid)
+        send(number)
+        process.wait(60)
+        wait_for_end(below)
+    finally:
+        kill_all([process.pid, *below])
+        process.wait()
+
+
 # ------------------------------------------------------------------------------------------------------------- the launcher
 
 
@@ -113,16 +127,7 @@ def test_a_signal_to_the_launcher_alone_lets_the_run_save_and_end(
             command(output, *FOREVER, launcher=LAUNCHERS[launcher]), env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-    below: list[int] = []
-    try:
-        wait_until("step 3", lambda: len(steps(output)) >= 3, process)
-        below = descendants(process.pid)
-        process.send_signal(number)
-        process.wait(60)
-        wait_for_end(below)
-    finally:
-        kill_all([process.pid, *below])
-        process.wait()
+    end_by(process, output, process.send_signal, number)
     text = printed.read_text(encoding="utf-8")
     last = steps(output)[-1]
     assert f"stopped after step {last}; the same command with --resume auto goes on from there" in text, text
@@ -142,16 +147,7 @@ def test_ctrl_c_in_a_terminal_is_one_request_though_the_launcher_ends_of_it(tmp_
             command(output, *FOREVER, launcher=LAUNCHERS["accelerate launch, 1 process"], program=str(program)),
             env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    below: list[int] = []
-    try:
-        wait_until("step 3", lambda: len(steps(output)) >= 3, process)
-        below = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        process.wait(60)
-        wait_for_end(below)
-    finally:
-        kill_all([process.pid, *below])
-        process.wait()
+    end_by(process, output, lambda number: os.killpg(process.pid, number), signal.SIGINT)
     text = printed.read_text(encoding="utf-8")
     assert "ended at once" not in text
     assert f"stopped after step {steps(output)[-1]}" in text, text
